@@ -43,8 +43,8 @@ def dequantize(qweight: Tensor, scales: Tensor, offsets: Tensor | None, group_si
 def int4_linear(x: Tensor, qweight: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int) -> Tensor:
     """``x @ w.T`` for int4 ``w``.
 
-    Shapes: ``x`` float ``[..., K]``; ``qweight``, ``scales``, ``offsets`` as in the module's docstring; result ``[..., N]``
-    in ``x``'s dtype, with float32 accumulation. This body is the reference, and the implementation on cpu.
+    Shapes: ``x`` float ``[..., K]``; ``qweight``, ``scales``, ``offsets`` as in the module's docstring; result
+    ``[..., N]`` in ``x``'s dtype, with float32 accumulation. This body is the reference, and the implementation on cpu.
     """
     w = dequantize(qweight, scales, offsets, group_size, x.shape[-1])
     return (x.float() @ w.T).to(x.dtype)

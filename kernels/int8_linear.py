@@ -17,8 +17,8 @@ def dequantize(qweight: Tensor, scales: Tensor) -> Tensor:
 def int8_linear(x: Tensor, qweight: Tensor, scales: Tensor) -> Tensor:
     """``x @ w.T`` for int8 ``w``.
 
-    Shapes: ``x`` float ``[..., K]``, ``qweight`` int8 ``[N, K]``, ``scales`` float32 ``[N]``; result ``[..., N]`` in ``x``'s
-    dtype, with float32 accumulation. This body is the reference, and the implementation on cpu.
+    Shapes: ``x`` float ``[..., K]``, ``qweight`` int8 ``[N, K]``, ``scales`` float32 ``[N]``; result ``[..., N]`` in
+    ``x``'s dtype, with float32 accumulation. This body is the reference, and the implementation on cpu.
     """
     return (x.float() @ qweight.float().T * scales.float()).to(x.dtype)
 

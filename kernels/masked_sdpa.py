@@ -21,12 +21,13 @@ def supports(head_width: int, dtype: torch.dtype, batch: int) -> str | None:
     return None
 
 
-@torch.library.custom_op("eyas::masked_sdpa", mutates_args=())
+@torch.library.custom_op("eyas::masked_sdpa", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """softmax(scale * q k^T over the keys that ``mask`` shows) v, with H query heads over KV key heads.
 
-    Shapes: ``q`` float32 ``[1, H, M, D]``, ``k`` and ``v`` float32 ``[1, KV, L, D]``, ``mask`` bool ``[M, L]`` (true: seen); result
-    float32 ``[1, H, M, D]``, laid out as ``[1, M, H, D]``. A row that sees no key is 0. This body is the reference.
+    Shapes: ``q`` float32 ``[1, H, M, D]``, ``k`` and ``v`` float32 ``[1, KV, L, D]``, ``mask`` bool ``[M, L]`` (true:
+    seen); result float32 ``[1, H, M, D]``, laid out as ``[1, M, H, D]``. A row that sees no key is 0. This body is the
+    reference.
     """
     groups = q.shape[1] // k.shape[1]
     seen = mask.any(0)[:, None]

@@ -1,8 +1,8 @@
 """Linear layers on cpu over weights stored in panels: one pass over the weights for all rows, and bits that do
 not depend on how many rows there are.
 
-A panel holds 16 output columns interleaved: ``[N, K]`` becomes ``[ceil(N / 16), K, 16]``, so that a vector register takes
-one k of many columns and every output keeps a single accumulator in the order k = 0..K-1. The C++ body is
+A panel holds 16 output columns interleaved: ``[N, K]`` becomes ``[ceil(N / 16), K, 16]``, so that a vector register
+takes one k of many columns and every output keeps a single accumulator in the order k = 0..K-1. The C++ body is
 ``cpu/panel_linear.cpp``; lowering links it into the program.
 """
 
@@ -28,12 +28,12 @@ def unpack_panels(panels: Tensor, out_features: int) -> Tensor:
     return panels.transpose(1, 2).reshape(-1, panels.shape[1])[:out_features]
 
 
-def pack_int4_panels(qweight: Tensor) -> Tensor:
-    """uint8 ``[N, C]`` of two columns a byte -> uint8 ``[ceil(N / 16), C, 16]``; a byte keeps its two columns."""
-    return pack_panels(qweight)
+def pack_scales(scales: Tensor) -> Tensor:
+    """float ``[N]`` -> float32 ``[16 * ceil(N / 16)]``, padded with zeros as the panels' rows are."""
+    return pack_panels(scales.float()[:, None]).flatten()
 
 
-def pack_scale_offset(scales: Tensor, offsets: Tensor | None) -> Tensor:
+def pack_scale_offset(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
     """float ``[N, groups]`` twice -> float32 ``[ceil(N / 16), groups, 2, 16]``; symmetric weights get ``-8 * scale``."""
     if offsets is None:
         offsets = -8 * scales.float()
@@ -45,19 +45,20 @@ def panel_rows(ids: Tensor, panels: Tensor) -> Tensor:
     return panels[ids // PANEL, :, ids % PANEL]
 
 
-@torch.library.custom_op("eyas::panel_linear", mutates_args=())
+@torch.library.custom_op("eyas::panel_linear", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def panel_linear(x: Tensor, panels: Tensor, out_features: int) -> Tensor:
     """``x`` float32 ``[M, K]`` with dense rows, ``panels`` float32 ``[P, K, 16]`` -> float32 ``[M, out_features]``."""
     return x @ unpack_panels(panels, out_features).T
 
 
-@torch.library.custom_op("eyas::panel_int8_linear", mutates_args=())
+@torch.library.custom_op("eyas::panel_int8_linear", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def panel_int8_linear(x: Tensor, panels: Tensor, scales: Tensor, out_features: int) -> Tensor:
-    """``x`` float32 ``[M, K]``, ``panels`` int8 ``[P, K, 16]``, ``scales`` float32 ``[16 P]`` -> float32 ``[M, out_features]``."""
+    """``x`` float32 ``[M, K]``, ``panels`` int8 ``[P, K, 16]``, ``scales`` float32 ``[16 P]`` -> float32
+    ``[M, out_features]``."""
     return x @ unpack_panels(panels, out_features).float().T * scales[:out_features]
 
 
-@torch.library.custom_op("eyas::panel_int4_linear", mutates_args=())
+@torch.library.custom_op("eyas::panel_int4_linear", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def panel_int4_linear(x: Tensor, panels: Tensor, scale_offset: Tensor, group_size: int, out_features: int) -> Tensor:
     """``x`` float32 ``[M, K]``, ``panels`` uint8 ``[P, C, 16]`` with ``2 C >= K``, ``scale_offset`` float32
     ``[P, groups, 2, 16]`` -> float32 ``[M, out_features]``. Columns of the weight past K are not read."""

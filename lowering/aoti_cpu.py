@@ -1,0 +1,118 @@
+"""Compiles one method for cpu with AOTInductor: native code without constants, cached by what it was compiled from."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from eyas.lowering.content_cache import ContentCache, key_of
+from eyas.lowering.cpu_kernels import LIBRARY, build_library, c_shims
+from eyas.lowering.environment import machine, versions
+from eyas.passes.printer import print_method
+from eyas.passes.program import constant_specs, constant_value
+from eyas.runtime.payload import DEVICE_TYPES, Constant, storage_key
+
+
+@dataclass(frozen=True)
+class CompiledMethod:
+    """``code``: the shared library's file. ``constants``: what it must be given. ``cached``: whether nothing was compiled."""
+
+    code: Path
+    constants: tuple[Constant, ...]
+    cached: bool
+
+
+OPTIONS = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+    "aot_inductor.package_constants_on_disk_format": "pickle_weights",
+    "aot_inductor.custom_op_libs": [LIBRARY],
+}
+
+
+def compile_method(ep: ExportedProgram, cache: ContentCache) -> CompiledMethod:
+    """Compiles a method whose graph passes have finished.
+
+    The cache key is the method's printed graph, the shapes of its constants and all of the small ones' values, the
+    options, the versions and the machine: not the weights, which the native code never holds.
+    """
+    key = key_of(print_method(ep, with_values=True), sorted(OPTIONS), machine(), versions(), build_library(cache).name)
+
+    def fill(folder: Path) -> None:
+        with inductor_environment(cache):
+            code, constants = run_inductor(ep)
+            shutil.copyfile(code, folder / "method.so")
+            shutil.rmtree(code.parent, ignore_errors=True)
+        (folder / "constants.json").write_text(json.dumps([asdict(c) for c in constants]))
+
+    folder, cached = cache.get_or_put("methods", key, fill)
+    records = json.loads((folder / "constants.json").read_text())
+    constants = tuple(Constant(**{**r, "sizes": tuple(r["sizes"]), "strides": tuple(r["strides"])}) for r in records)
+    return CompiledMethod(folder / "method.so", constants, cached)
+
+
+@contextlib.contextmanager
+def inductor_environment(cache: ContentCache) -> Iterator[None]:
+    """Points the compiler at our kernels, and its own working files at our cache."""
+    library = str(build_library(cache))
+    values = {
+        "LIBRARY_PATH": os.pathsep.join(filter(None, [library, os.environ.get("LIBRARY_PATH")])),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def run_inductor(ep: ExportedProgram) -> tuple[Path, list[Constant]]:
+    """The shared library and its constants. Raises ``RuntimeError`` where AOTInductor leaves an operator without a kernel."""
+    inputs = tuple(
+        node.meta["val"]
+        for node in ep.graph.nodes
+        if node.op == "placeholder" and node.name in ep.graph_signature.user_inputs
+    )
+    options = {**OPTIONS, "aot_inductor.custom_ops_to_c_shims": c_shims()}
+    with torch.no_grad():
+        results = torch._inductor.aot_compile(ep.module(), inputs, options=options)
+    code = next(Path(r) for r in results if isinstance(r, str) and r.endswith(".so"))
+    weights = next(r for r in results if not isinstance(r, str))
+    known = {name: constant_value(ep, spec) for name, spec in constant_specs(ep)}
+    constants = []
+    for name in weights:
+        if name not in known:
+            raise RuntimeError(
+                f"the compiler made a constant {name!r} that no buffer of the model holds; register it as a buffer"
+            )
+        tensor = known[name]
+        constants.append(
+            Constant(
+                name=name,
+                storage_key=storage_key("cpu", name),
+                nbytes=tensor.numel() * tensor.element_size(),
+                dtype=SCALAR_TYPES[tensor.dtype],
+                device_type=DEVICE_TYPES["cpu"],
+                offset=0,
+                sizes=tuple(tensor.shape),
+                strides=tuple(tensor.stride()),
+            )
+        )
+    return code, constants
+
+
+SCALAR_TYPES = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5,
+    torch.float32: 6, torch.float64: 7, torch.bool: 11, torch.bfloat16: 15,
+}  # fmt: skip

@@ -1,0 +1,195 @@
+"""Traces the methods of a speculator, each with a dynamic number of rows, and explains a trace that fails."""
+
+import copy
+import logging
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from eyas.models.speculator import Eagle3Speculator
+
+METHODS = ("prefill", "target_verify", "draft_decode")
+EXTRA_METHODS = ("target_logits",)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many rows each method takes: from 1 to ``max_prefill`` for a chunk of the prompt, to ``max_chain + 1`` for a window.
+
+    ``max_seq_len``: positions in the caches. ``chain``: proposals a round where the user does not say.
+    """
+
+    max_seq_len: int
+    max_prefill: int
+    max_chain: int = 7
+    chain: int = 4
+
+    def rows(self, method: str) -> int:
+        """The largest number of rows of a method; the smallest is always 1."""
+        window = self.max_chain + 1
+        return {"prefill": self.max_prefill, "draft_decode": max(self.max_prefill, window)}.get(method, window)
+
+    def check(self, target_max_call_rows: int) -> None:
+        """Raises ``ValueError`` for limits that the target's caches cannot serve."""
+        if self.max_seq_len < 2:
+            raise ValueError(f"--max-seq-len must be at least 2 (a prompt token and a new one), got {self.max_seq_len}")
+        for option, rows in (("--max-prefill", self.max_prefill), ("--max-chain plus one", self.max_chain + 1)):
+            if not 1 <= rows <= target_max_call_rows:
+                raise ValueError(
+                    f"{option} is {rows}; the target's caches take 1 to {target_max_call_rows} rows a call "
+                    f"(a ring of two windows takes one window, a flat cache its length)"
+                )
+        if self.max_chain < 1:
+            raise ValueError(f"--max-chain must be at least 1, got {self.max_chain}")
+        if not 1 <= self.chain <= self.max_chain:
+            raise ValueError(f"--chain must lie in 1..{self.max_chain}, got {self.chain}")
+
+
+class TraceError(RuntimeError):
+    """A method that cannot be traced with dynamic rows; the message names the method, the dimension and the source line."""
+
+
+def trace_methods(
+    speculator: Eagle3Speculator, limits: Limits, methods: Iterable[str] = METHODS
+) -> dict[str, ExportedProgram]:
+    """Traces ``methods`` of one speculator. Equal constant names in the results mean the same tensor object."""
+    return {method: trace(speculator, method, limits.rows(method)) for method in methods}
+
+
+def trace(speculator: Eagle3Speculator, method: str, max_rows: int) -> ExportedProgram:
+    """One method over 1..``max_rows`` rows. Raises ``TraceError``."""
+    upper = max(max_rows, 4)  # a range of two values would leave one example, and the tracer takes it for a constant
+    rows = example_rows(upper)
+    module = copy.copy(speculator)
+    module.forward = getattr(speculator, method)
+    M = Dim("rows", min=1, max=upper)
+    tokens, input_pos = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)
+    args, shapes = (tokens, input_pos), ({1: M}, {0: M})
+    if method == "draft_decode":
+        width, dtype = speculator.draft.config.hidden_size, speculator.draft.dtype
+        args, shapes = (tokens, torch.zeros(1, rows, width, dtype=dtype), input_pos), ({1: M}, {1: M}, {0: M})
+
+    def export() -> ExportedProgram:
+        with torch.no_grad():
+            return torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
+
+    try:
+        ep = export()
+    except (RuntimeError, ValueError) as error:  # the tracer's own errors are RuntimeErrors
+        raise TraceError(explain(export, method, error)) from error
+    check_ranges(ep, method, upper, export)
+    return ep
+
+
+def check_ranges(ep: ExportedProgram, method: str, upper: int, export) -> None:
+    """Raises ``TraceError`` unless the method has one dynamic dimension, over 1..``upper``, and reads no tensor's value."""
+    reads = [
+        n
+        for n in ep.graph.nodes
+        if n.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+    ]
+    if reads:
+        raise TraceError(
+            f"method {method!r} turns a tensor's value into a Python number; {guard_origin(export)}. "
+            f"Index with the position tensor instead"
+        )
+    ranges = {(int(r.lower), int(r.upper)) for r in ep.range_constraints.values()}
+    if ranges != {(1, upper)}:
+        got = ", ".join(f"{low} to {high}" for low, high in sorted(ranges)) or "a constant number of"
+        raise TraceError(
+            f"method {method!r} was traced for {got} rows instead of 1 to {upper}: its code ties the number of rows "
+            f"to a constant; {guard_origin(export)}"
+        )
+
+
+def example_rows(upper: int) -> int:
+    """A number of rows to trace with: a prime near the middle, never 1 and never a bound, so that it stands out as a literal."""
+    middle = range(max(2, upper // 2 + 1), 1, -1)
+    return next(n for n in middle if all(n % d for d in range(2, n)) and n < upper)
+
+
+def explain(export, method: str, error: Exception) -> str:
+    """What to tell the user about a trace that failed."""
+    text = str(error)
+    if "Constraints violated" in text or "specialized" in text:
+        return (
+            f"method {method!r} cannot be traced with a dynamic number of rows (dimension 'rows' of tokens and "
+            f"input_pos): its code ties it to a constant; {guard_origin(export)}. "
+            f"Take lengths from the tensor's shape, and do not branch on them"
+        )
+    if "data-dependent" in text or "Could not guard" in text:
+        return (
+            f"method {method!r} cannot be traced: it turns a tensor's value into a Python number "
+            f"({first_line(text)}); {frame_origin(error)}. Index with the position tensor instead"
+        )
+    return f"method {method!r} cannot be traced: {first_line(text)}; {frame_origin(error)}"
+
+
+def first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no detail")
+
+
+class GuardRecorder(logging.Handler):
+    """Notes which line of the model's code was running when the tracer tied down a dimension or met an unknown number."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.guards: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        guard = re.match(r"eval (.+?) \[guard added\]", message) or re.match(r"(create_unbacked_sym\w* \w+)", message)
+        if guard and (line := user_frame()):
+            self.guards.append((guard[1], line))
+
+
+def user_frame() -> str | None:
+    """``file:line`` of the innermost running frame of the model's code: inside the trace, outside torch."""
+    frame, hidden = sys._getframe(1), (str(Path(torch.__file__).parent), logging.__file__)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == __file__ and frame.f_code.co_name == "export":
+            return None  # nothing of the model is running
+        if not name.startswith(hidden) and name != __file__ and "contextlib" not in name and "importlib" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def guard_origin(export) -> str:
+    """Traces once more and names the line that first tied the number of rows to a constant."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    recorder, level, propagate = GuardRecorder(), logger.level, logger.propagate
+    handlers = logger.handlers[:]
+    logger.handlers, logger.propagate = [recorder], False
+    logger.setLevel(logging.INFO)
+    try:
+        export()
+    except (RuntimeError, ValueError):
+        pass  # the failure that is being explained
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+    if not recorder.guards:
+        return "the line that did it could not be found"
+    guard, line = recorder.guards[0]
+    if guard.startswith("create_unbacked"):
+        return f"{line} reads it"
+    return f"{line} requires {guard}"
+
+
+def frame_origin(error: BaseException) -> str:
+    """The line of user code at which an exception was raised."""
+    frames, trace = [], error.__traceback__
+    root = str(Path(torch.__file__).parent)
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith((root, __file__)):
+            frames.append(f"{name}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return f"at {frames[-1]}" if frames else "at an unknown line"

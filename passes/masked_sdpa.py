@@ -1,0 +1,105 @@
+"""Attention under a boolean mask goes to the cpu kernel whose rows do not depend on each other."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from eyas.kernels import masked_sdpa
+from eyas.passes.base import MethodPass, Outcome, Refusal, source_line
+from eyas.passes.program import replace_node
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class MaskedSdpa(MethodPass):
+    """Rewrites masked attention to ``eyas.masked_sdpa``: the same function, with the same bits for a row in any company.
+
+    Before::
+
+        %y: f32[1,4,s0,256] = aten.scaled_dot_product_attention.default(%q, %k, %v, %mask, scale=0.0625, enable_gqa=True)
+
+    After::
+
+        %y: f32[1,4,s0,256] = eyas.masked_sdpa.default(%q, %k, %v, %mask, 0.0625)
+
+    Left alone, with a reason: no mask or an additive one, ``is_causal``, dropout, a mask that differs by head, other
+    dtypes and head widths than the kernel takes. Not exact: sums run in another order than in the stock kernel.
+    """
+
+    name: ClassVar[str] = "masked_sdpa"
+    exact: ClassVar[bool] = False
+    ensures: ClassVar[frozenset[str]] = frozenset({"row_invariant_attention"})
+
+    def run_method(self, method: str, ep: ExportedProgram) -> Outcome:
+        outcome = Outcome()
+        for node in list(ep.graph.nodes):
+            if node.op != "call_function" or node.target is not aten.scaled_dot_product_attention.default:
+                continue
+            call = Call.of(node)
+            if reason := call.refuse():
+                outcome.refusals.append(Refusal(method, source_line(node), reason))
+                continue
+            with ep.graph.inserting_before(node):
+                args = (call.q, call.k, call.v, call.mask, call.scale)
+                new = ep.graph.call_function(torch.ops.eyas.masked_sdpa.default, args)
+            new.meta = dict(node.meta)
+            q = call.q.meta["val"]  # the kernel lays its result out by rows
+            new.meta["val"] = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+            replace_node(ep, node, new)
+            outcome.rewrites += 1
+        if outcome.rewrites:
+            ep.graph_module.recompile()
+        return outcome
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one attention node, defaults filled in."""
+
+    q: Node
+    k: Node
+    v: Node
+    mask: Node | None
+    dropout: float
+    causal: bool
+    scale: float
+    gqa: bool
+
+    @classmethod
+    def of(cls, node: Node) -> "Call":
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, node.args)), **node.kwargs}
+        q = given["query"]
+        scale = given.get("scale")
+        return cls(
+            q=q,
+            k=given["key"],
+            v=given["value"],
+            mask=given.get("attn_mask"),
+            dropout=given.get("dropout_p", 0.0),
+            causal=given.get("is_causal", False),
+            scale=q.meta["val"].shape[-1] ** -0.5 if scale is None else scale,
+            gqa=given.get("enable_gqa", False),
+        )
+
+    def refuse(self) -> str | None:
+        """Why this call has no row-invariant kernel, or None."""
+        q, k = self.q.meta["val"], self.k.meta["val"]
+        if self.mask is None:
+            return "it has no mask" + (" but is_causal" if self.causal else "")
+        mask = self.mask.meta["val"]
+        if self.causal or self.dropout:
+            return f"is_causal={self.causal}, dropout_p={self.dropout}; the kernel has neither"
+        if mask.dtype != torch.bool:
+            return f"the mask is additive ({mask.dtype}); the kernel takes a boolean one"
+        if mask.ndim != 2:
+            return f"the mask has shape {list(mask.shape)}; the kernel takes one [rows, keys] mask for all heads"
+        if q.ndim != 4:
+            return f"the query has {q.ndim} dimensions, not 4"
+        if q.shape[1] != k.shape[1] and not self.gqa:
+            return f"{q.shape[1]} query heads over {k.shape[1]} key heads without enable_gqa"
+        return masked_sdpa.supports(q.shape[3], q.dtype, q.shape[0])

@@ -1,0 +1,228 @@
+"""Linear layers on cpu read their weights in panels, once for all rows, with bits that do not depend on the number of rows."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from eyas.kernels import panel_linear
+from eyas.passes.base import Outcome, Pass, Refusal, source_line
+from eyas.passes.program import (
+    Derived,
+    Program,
+    add_constant,
+    constant_nodes,
+    constant_specs,
+    constant_value,
+    remove_unused_constants,
+    replace_node,
+)
+
+aten, eyas = torch.ops.aten, torch.ops.eyas
+
+
+@dataclass(frozen=True)
+class PanelLinear(Pass):
+    """Repacks the weight of each linear layer, once for all methods, and calls the panel kernels.
+
+    Before::
+
+        %w: i8[2048,640] = buffer target.layers.0.mlp.up_proj.qweight
+        %y: f32[1,s0,2048] = eyas.int8_linear.default(%x, %w, %scales)
+
+    After::
+
+        %w: i8[128,640,16] = buffer target.layers.0.mlp.up_proj.qweight.panels
+        %rows: f32[s0,640] = aten.reshape.default(%x, [-1, 640])
+        %out: f32[s0,2048] = eyas.panel_int8_linear.default(%rows, %w, %scales, 2048)
+        %y: f32[1,s0,2048] = aten.reshape.default(%out, [1, -1, 2048])
+
+    A table that also serves as an embedding is read from its panels there too, so it exists once. Left alone: weights
+    that are not constants or that something else reads, activations that are not float32, and inputs with more than
+    one symbolic dimension. Not exact: sums run in another order than in the stock kernel.
+    """
+
+    name: ClassVar[str] = "panel_linear"
+    exact: ClassVar[bool] = False
+    ensures: ClassVar[frozenset[str]] = frozenset({"row_invariant_linear"})
+
+    def run(self, program: Program) -> Outcome:
+        outcome = Outcome()
+        for group in tables(program).values():
+            reasons = [(use, reason) for use in group for reason in [use.refuse()] if reason]
+            if reasons or not any(use.is_product for use in group):
+                outcome.refusals += [Refusal(use.method, source_line(use.node), reason) for use, reason in reasons]
+                continue
+            packed: dict[str, Tensor] = {}
+            for use in group:
+                use.rewrite(packed, program)
+                outcome.rewrites += 1
+        for ep in program.methods.values():
+            ep.graph_module.recompile()
+        return outcome
+
+
+@dataclass(frozen=True)
+class Use:
+    """One node that reads a weight: ``form`` is its row in ``FORMS``; ``tensors`` names the constants of the format."""
+
+    method: str
+    ep: ExportedProgram
+    node: Node
+    form: "Form"
+    tensors: dict[str, str]  # role -> constant's name
+
+    @property
+    def is_product(self) -> bool:
+        return self.form.product
+
+    def refuse(self) -> str | None:
+        """Why this use keeps the stock kernel, or None."""
+        weight = constant_nodes(self.ep)[self.tensors["weight"]]
+        others = [user.name for user in weight.users if user.target not in FORMS]
+        if others:
+            return f"its weight {self.tensors['weight']} is also read by {others[0]}"
+        value = self.node.meta["val"]
+        if self.is_product:
+            x = self.node.args[0].meta["val"]
+            if sum(not isinstance(d, int) for d in x.shape) > 1:
+                return f"its input {list(x.shape)} has more than one symbolic dimension"
+        return panel_linear.supports(value.dtype)
+
+    def rewrite(self, packed: dict[str, Tensor], program: Program) -> None:
+        graph, node = self.ep.graph, self.node
+        nodes = constant_nodes(self.ep)
+        old = {role: nodes[name] for role, name in self.tensors.items()}
+        specs = dict(constant_specs(self.ep))
+        values = {name: constant_value(self.ep, specs[name]) for name in self.tensors.values()}
+        new = []
+        for name, derived in self.form.pack(self.tensors):
+            if name not in packed:
+                packed[name] = derived.compute(values)
+                program.derived[name] = derived
+            new.append(nodes[name] if name in nodes else add_constant(self.ep, name, packed[name], old["weight"]))
+        mode = node.meta["val"].fake_mode
+        with graph.inserting_before(node):
+
+            def emit(target: Callable, *args) -> Node:
+                made = graph.call_function(target, args)
+                made.meta = {k: v for k, v in node.meta.items() if k != "val"}
+                with mode:
+                    made.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+                return made
+
+            result = self.form.emit(emit, node, new, old["weight"].meta["val"].shape)
+        replace_node(self.ep, node, result)
+        remove_unused_constants(self.ep, set(self.tensors.values()))
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an operator's weight is packed and what replaces the operator.
+
+    ``roles``: argument index of each constant. ``pack``: their names by role -> the packed constants, in order. ``emit``:
+    builds the replacement. ``product``: multiplies, rather than looks rows up.
+    """
+
+    roles: dict[str, int]
+    pack: Callable[[dict[str, str]], list[tuple[str, Derived]]]
+    emit: Callable[..., Node]
+    product: bool = True
+
+
+def packed_by(function: Callable, *sources: str) -> tuple[str, Derived]:
+    """A packed constant: named after its first source."""
+    return f"{sources[0]}.panels", Derived(f"{function.__module__}:{function.__name__}", sources)
+
+
+def pack_dense(names):
+    return [packed_by(panel_linear.pack_panels, names["weight"])]
+
+
+def pack_int8(names):
+    return [
+        packed_by(panel_linear.pack_panels, names["weight"]),
+        packed_by(panel_linear.pack_scales, names["scales"]),
+    ]
+
+
+def pack_int4(names):
+    sources = [names[role] for role in ("scales", "offsets") if role in names]
+    return [
+        packed_by(panel_linear.pack_panels, names["weight"]),
+        packed_by(panel_linear.pack_scale_offset, *sources),
+    ]
+
+
+def product(target: Callable, emit, node: Node, constants: list[Node], *tail) -> Node:
+    x = node.args[0]
+    shape, width = list(x.meta["val"].shape), x.meta["val"].shape[-1]
+    rows = x if len(shape) == 2 else emit(aten.reshape.default, x, [-1, width])
+    out = emit(target, rows, *constants, *tail)
+    if len(shape) != 2:
+        lead = [d if isinstance(d, int) else -1 for d in shape[:-1]]
+        out = emit(aten.reshape.default, out, [*lead, tail[-1]])
+    return out
+
+
+def emit_dense(emit, node, constants, shape):
+    out = product(eyas.panel_linear.default, emit, node, constants, shape[0])
+    bias = node.args[2] if len(node.args) > 2 else None
+    return out if bias is None else emit(aten.add.Tensor, out, bias)
+
+
+def emit_int8(emit, node, constants, shape):
+    return product(eyas.panel_int8_linear.default, emit, node, constants, shape[0])
+
+
+def emit_int4(emit, node, constants, shape):
+    return product(eyas.panel_int4_linear.default, emit, node, constants, node.args[4], shape[0])
+
+
+def lookup(emit, ids: Node, panels: Node) -> Node:
+    panel = emit(aten.floor_divide.default, ids, panel_linear.PANEL)
+    lane = emit(aten.remainder.Scalar, ids, panel_linear.PANEL)
+    return emit(aten.index.Tensor, emit(aten.permute.default, panels, [0, 2, 1]), [panel, lane])
+
+
+def emit_dense_rows(emit, node, constants, shape):
+    return lookup(emit, node.args[1], constants[0])
+
+
+def emit_int8_rows(emit, node, constants, shape):
+    ids, dtype = node.args[0], node.args[3]
+    rows = emit(aten.to.dtype, lookup(emit, ids, constants[0]), torch.float32)
+    scales = emit(aten.unsqueeze.default, emit(aten.index.Tensor, constants[1], [ids]), -1)
+    out = emit(aten.mul.Tensor, rows, scales)
+    return out if dtype == torch.float32 else emit(aten.to.dtype, out, dtype)
+
+
+FORMS = {
+    aten.linear.default: Form({"weight": 1}, pack_dense, emit_dense),
+    eyas.int8_linear.default: Form({"weight": 1, "scales": 2}, pack_int8, emit_int8),
+    eyas.int4_linear.default: Form({"weight": 1, "scales": 2, "offsets": 3}, pack_int4, emit_int4),
+    aten.embedding.default: Form({"weight": 0}, pack_dense, emit_dense_rows, product=False),
+    eyas.int8_embedding.default: Form({"weight": 1, "scales": 2}, pack_int8, emit_int8_rows, product=False),
+}
+
+
+def tables(program: Program) -> dict[str, list[Use]]:
+    """Every use of every weight that a form covers, by the weight's name, over all methods."""
+    groups: dict[str, list[Use]] = defaultdict(list)
+    for method, ep in program.methods.items():
+        names = {node: name for name, node in constant_nodes(ep).items()}
+        for node in ep.graph.nodes:
+            form = FORMS.get(node.target) if node.op == "call_function" else None
+            if form is None:
+                continue
+            arguments = {role: node.args[i] for role, i in form.roles.items() if i < len(node.args)}
+            arguments = {role: value for role, value in arguments.items() if value is not None}
+            if all(value in names for value in arguments.values()):
+                tensors = {role: names[value] for role, value in arguments.items()}
+                groups[tensors["weight"]].append(Use(method, ep, node, form, tensors))
+    return groups

@@ -1,0 +1,112 @@
+"""Stable, typed, compact text of a method: one line a node, the same in two processes.
+
+``%q: f32[1,4,s0,256] = aten.view.default(%x, [1, 4, -1, 256])``. Dynamic dimensions are s0, s1, ... in the order in which they
+first appear. No addresses, no generated ids.
+"""
+
+import hashlib
+import operator
+import re
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from eyas.passes.program import Program, constant_specs, constant_value
+
+DTYPES = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+SMALL = 4096  # elements; the values of smaller constants count as part of a method
+
+
+class Symbols:
+    """Names dynamic dimensions by the order in which they appear."""
+
+    def __init__(self):
+        self.names: dict[str, str] = {}
+
+    def rename(self, text: str) -> str:
+        return re.sub(r"\b[su]\d+\b", lambda m: self.names.setdefault(m[0], f"{m[0][0]}{len(self.names)}"), text)
+
+
+def print_method(ep: ExportedProgram, name: str = "forward", with_values: bool = False) -> str:
+    """One method. ``with_values``: adds a hash of every small constant that the method does not write."""
+    symbols, lines = Symbols(), []
+    constants = {spec.arg.name: (constant, spec) for constant, spec in constant_specs(ep)}
+    written = set(ep.graph_signature.buffers_to_mutate.values())
+    for node in ep.graph.nodes:
+        if node.op == "placeholder":
+            kind = "input"
+            if node.name in constants:
+                constant, spec = constants[node.name]
+                kind = f"{spec.kind.name.lower()} {constant}"
+                if with_values and constant not in written:
+                    kind += value_hash(constant_value(ep, spec))
+            lines.append(f"%{node.name}: {type_of(node, symbols)} = {kind}")
+        elif node.op == "output":
+            lines.append(f"return {argument(node.args[0], symbols)}")
+        else:
+            arguments = [argument(a, symbols) for a in node.args]
+            arguments += [f"{key}={argument(value, symbols)}" for key, value in node.kwargs.items()]
+            lines.append(f"%{node.name}: {type_of(node, symbols)} = {target(node)}({', '.join(arguments)})")
+    ranges = [
+        f"{symbols.names[str(s)]} in [{r.lower}, {r.upper}]"
+        for s, r in ep.range_constraints.items()
+        if str(s) in symbols.names
+    ]
+    head = f"method {name}" + (f" where {', '.join(sorted(ranges))}" if ranges else "")
+    return "\n".join([head, *("  " + line for line in lines)]) + "\n"
+
+
+def print_program(program: Program) -> str:
+    """Every method, and who shares which buffer."""
+    parts = [print_method(ep, name) for name, ep in program.methods.items()]
+    if program.sharing is not None:
+        lines = [
+            f"  {b.name}: {DTYPES[b.dtype]}[{','.join(map(str, b.shape))}] read by {', '.join(b.readers) or 'nobody'}"
+            + (f"; written by {', '.join(b.writers)}" if b.writers else "")
+            for b in program.sharing.values()
+        ]
+        parts.append("\n".join(["buffers", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def value_hash(value: torch.Tensor) -> str:
+    if value.numel() > SMALL:
+        return ""
+    data = value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    return " #" + hashlib.sha256(data).hexdigest()[:16]
+
+
+def type_of(node: Node, symbols: Symbols) -> str:
+    return value_type(node.meta.get("val"), symbols)
+
+
+def value_type(value: object, symbols: Symbols) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{DTYPES[value.dtype]}[{','.join(symbols.rename(str(d)) for d in value.shape)}]"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(value_type(v, symbols) for v in value) + ")"
+    if isinstance(value, torch.SymInt):
+        return f"sym({symbols.rename(str(value))})"
+    return "none" if value is None else type(value).__name__
+
+
+def target(node: Node) -> str:
+    if node.target is operator.getitem:
+        return "getitem"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def argument(value: object, symbols: Symbols) -> str:
+    if isinstance(value, Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(argument(v, symbols) for v in value) + "]"
+    if isinstance(value, torch.dtype):
+        return DTYPES.get(value, str(value))
+    return symbols.rename(str(value))

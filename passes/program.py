@@ -1,0 +1,144 @@
+"""What passes work on: the methods of one program, and the constants that they share by name."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx import Node
+
+CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """How a pass made a constant: ``function`` (``module:name``) of the constants ``sources``, in order."""
+
+    function: str
+    sources: tuple[str, ...]
+
+    def compute(self, constants: Mapping[str, Tensor]) -> Tensor:
+        """The constant's value."""
+        module, _, name = self.function.partition(":")
+        return getattr(import_module(module), name)(*(constants[source] for source in self.sources))
+
+
+@dataclass
+class Program:
+    """Methods by name, the constant methods, and the device they are for.
+
+    Constants (weights, tables, caches) go by fully qualified name. Methods are traced from one module, so an equal name
+    means an equal tensor; ``share_buffers`` checks it and fills in ``sharing``. ``derived`` records the constants that passes
+    made from others, so that they can be made again without running the passes.
+    """
+
+    methods: dict[str, ExportedProgram]
+    constant_methods: dict[str, object] = field(default_factory=dict)
+    device: str = "cpu"
+    sharing: "Mapping[str, SharedBuffer] | None" = None
+    derived: dict[str, Derived] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: "Program | ExportedProgram") -> "Program":
+        """A bare ``ExportedProgram`` as a program of one method, ``forward``."""
+        return program if isinstance(program, Program) else cls({"forward": program})
+
+    def constants(self) -> dict[str, Tensor]:
+        """Every constant of every method, by name."""
+        return {name: constant_value(ep, spec) for ep in self.methods.values() for name, spec in constant_specs(ep)}
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """One storage of the program: who reads it and who writes it. ``mutable``: some method writes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    readers: tuple[str, ...]
+    writers: tuple[str, ...]
+
+    @property
+    def mutable(self) -> bool:
+        return bool(self.writers)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def constant_specs(ep: ExportedProgram) -> Iterator[tuple[str, InputSpec]]:
+    """(name, input spec) of the parameters, buffers and lifted tensors of a method, in graph order."""
+    for spec in ep.graph_signature.input_specs:
+        if spec.kind in CONSTANT_KINDS:
+            yield spec.target, spec
+
+
+def constant_value(ep: ExportedProgram, spec: InputSpec) -> Tensor:
+    """The tensor behind a constant's input spec."""
+    return ep.constants[spec.target] if spec.target in ep.constants else ep.state_dict[spec.target]
+
+
+def mutated_buffers(ep: ExportedProgram) -> set[str]:
+    """Names of the buffers that a method writes, whether in place in the graph or through its output signature."""
+    written = set(ep.graph_signature.buffers_to_mutate.values())
+    by_node = {spec.arg.name: name for name, spec in constant_specs(ep)}
+    for node in ep.graph.nodes:
+        if node.op != "call_function" or not hasattr(node.target, "_schema"):
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                root = view_root(value)
+                if root is not None and root.name in by_node:
+                    written.add(by_node[root.name])
+    return written
+
+
+def view_root(node: object) -> Node | None:
+    """The placeholder that a chain of views (or in-place results) starts at, or None."""
+    while isinstance(node, Node) and node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+            return None
+        node = node.args[0]
+    return node if isinstance(node, Node) and node.op == "placeholder" else None
+
+
+def constant_nodes(ep: ExportedProgram) -> dict[str, Node]:
+    """Placeholder node of each constant, by the constant's name."""
+    nodes = {node.name: node for node in ep.graph.nodes if node.op == "placeholder"}
+    return {name: nodes[spec.arg.name] for name, spec in constant_specs(ep)}
+
+
+def add_constant(ep: ExportedProgram, name: str, value: Tensor, before: Node) -> Node:
+    """A new buffer of a method, as a placeholder just before ``before`` (a constant's placeholder). Returns its node."""
+    with ep.graph.inserting_before(before):
+        node = ep.graph.placeholder("b_" + name.replace(".", "_"))
+    mode = before.meta["val"].fake_mode
+    node.meta["val"] = mode.from_tensor(value, static_shapes=True)
+    position = [spec.arg.name for spec in ep.graph_signature.input_specs].index(before.name)
+    spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
+    ep.graph_signature.input_specs.insert(position, spec)
+    ep.state_dict[name] = value
+    return node
+
+
+def replace_node(ep: ExportedProgram, old: Node, new: Node) -> None:
+    """Puts ``new`` in the place of ``old``, in the graph and in the method's signature, and erases ``old``."""
+    old.replace_all_uses_with(new)
+    ep.graph_signature.replace_all_uses(old.name, new.name)
+    ep.graph.erase_node(old)
+
+
+def remove_unused_constants(ep: ExportedProgram, names: set[str]) -> None:
+    """Drops those of ``names`` that nothing in the method reads."""
+    for name, node in constant_nodes(ep).items():
+        if name in names and not node.users:
+            ep.graph.erase_node(node)
+            specs = ep.graph_signature.input_specs
+            specs[:] = [spec for spec in specs if spec.target != name]
+            ep.state_dict.pop(name, None)
+            ep.constants.pop(name, None)

@@ -1,0 +1,201 @@
+"""Opens what lowering wrote: checks it, then loads its methods over one pool of buffers."""
+
+import hashlib
+import json
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from eyas.runtime.buffers import BufferPool
+from eyas.runtime.container_files import MethodSpec, ProgramFile
+from eyas.runtime.native import NAMES, Container, Tensor
+from eyas.runtime.payload import decode, storage_key
+
+FORMAT, FORMAT_VERSION = "eyas-artifact", 1
+MANIFEST, PROGRAM, DATA, TOKENIZER = "manifest.json", "model.pte", "model.ptd", "tokenizer.json"
+BACKENDS = {"CpuBackend": "cpu"}
+
+
+class ArtifactError(ValueError):
+    """An artifact that cannot be used here; the message says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A folder that was checked but not loaded: ``path`` and its ``manifest``."""
+
+    path: Path
+    manifest: Mapping[str, object]
+
+    @classmethod
+    def open(cls, path: Path | str, check_data: bool = True) -> "Artifact":
+        """Reads and checks an artifact, before anything of it is executed.
+
+        Every file must have the size and hash that the manifest states (the data file's hash only with ``check_data``),
+        and the native code must be for this machine and this torch. Raises ``ArtifactError``.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise ArtifactError(f"no artifact at {path}; expected the folder that lowering wrote")
+        file = path / MANIFEST
+        if not file.is_file():
+            raise ArtifactError(f"{path} has no {MANIFEST}; expected the folder that lowering wrote")
+        try:
+            manifest = json.loads(file.read_text())
+            found = manifest["format"], manifest["format_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(f"{file} is damaged: {error}") from error
+        if found != (FORMAT, FORMAT_VERSION):
+            raise ArtifactError(
+                f"{file} is {found[0]} version {found[1]}; this reader takes {FORMAT} version {FORMAT_VERSION}; lower again"
+            )
+        artifact = cls(path, manifest)
+        artifact._check_files(check_data)
+        artifact._check_machine()
+        return artifact
+
+    def _check_files(self, check_data: bool) -> None:
+        for name, facts in self.manifest["files"].items():
+            file = self.path / name
+            if not file.is_file():
+                raise ArtifactError(f"{file} is missing; the artifact consists of {', '.join(self.manifest['files'])}")
+            size = file.stat().st_size
+            if size != facts["bytes"]:
+                raise ArtifactError(
+                    f"{file} has {size} bytes, the manifest says {facts['bytes']}; copy it again or lower again"
+                )
+            if name != DATA or check_data:
+                with open(file, "rb") as data:
+                    digest = hashlib.file_digest(data, "sha256").hexdigest()
+                if digest != facts["sha256"]:
+                    raise ArtifactError(
+                        f"{file} does not match the manifest (sha256 {digest[:12]}..., expected {facts['sha256'][:12]}...); "
+                        f"copy it again or lower again"
+                    )
+
+    def _check_machine(self) -> None:
+        device = self.manifest["device"]
+        if device["type"] != "cpu":
+            raise ArtifactError(f"{self.path} was lowered for {device['type']}; this runtime runs cpu programs")
+        if device["architecture"] != platform.machine():
+            raise ArtifactError(
+                f"{self.path} was lowered for {device['architecture']}, this machine is {platform.machine()}"
+            )
+        lacking = sorted(set(device["cpu_features"]) - present_features())
+        if lacking:
+            raise ArtifactError(
+                f"{self.path} needs instruction sets that this machine lacks: {', '.join(lacking)}; lower again here"
+            )
+        made_with = self.manifest["versions"]["torch"]
+        try:
+            here = version("torch")
+        except PackageNotFoundError:
+            raise ArtifactError("running a program needs PyTorch's libraries; pip install torch") from None
+        if here.split("+")[0].split(".")[:2] != made_with.split("+")[0].split(".")[:2]:
+            raise ArtifactError(
+                f"{self.path} was lowered with torch {made_with}, installed is {here}; "
+                f"install that version or lower again"
+            )
+
+    def load(self) -> "Program":
+        """Loads the methods. Raises ``ArtifactError`` or ``ContainerError``."""
+        return Program(self)
+
+    def nbytes(self) -> int:
+        """Bytes of all files that the manifest lists."""
+        return sum(facts["bytes"] for facts in self.manifest["files"].values())
+
+
+def present_features() -> set[str]:
+    """Instruction sets of this machine, as Linux names them; what cannot be known counts as present."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            line = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return _Everything()
+    return set(line.split(":", 1)[-1].split())
+
+
+class _Everything(set):
+    def __rsub__(self, other):
+        return set()
+
+
+class Method:
+    """One method of a loaded program: checks its arguments, runs, and gives new tensors."""
+
+    def __init__(self, spec: MethodSpec, rows: tuple[int, int], container: Container):
+        self.name, self.spec, self.min_rows, self.max_rows = spec.name, spec, *rows
+        self._container = container
+
+    def __call__(self, *inputs: Tensor | np.ndarray) -> list[Tensor]:
+        """Runs the method. Raises ``TypeError`` for a wrong number or dtype, ``ValueError`` for a wrong shape."""
+        if len(inputs) != len(self.spec.inputs):
+            raise TypeError(f"method {self.name!r} takes {len(self.spec.inputs)} inputs, got {len(inputs)}")
+        tensors = [value if isinstance(value, Tensor) else Tensor.of(np.asarray(value)) for value in inputs]
+        rows = set()
+        for i, (tensor, spec) in enumerate(zip(tensors, self.spec.inputs)):
+            if tensor.dtype != NAMES[spec.dtype]:
+                raise TypeError(f"input {i} of method {self.name!r} is {NAMES[spec.dtype]}, got {tensor.dtype}")
+            dynamic = len(spec.sizes) - 1 if len(spec.sizes) == 1 else 1  # the rows: [M] or [1, M, ...]
+            fixed = [(d, s) for d, (s, want) in enumerate(zip(tensor.shape, spec.sizes)) if d != dynamic and s != want]
+            if len(tensor.shape) != len(spec.sizes) or fixed:
+                shape = ["rows" if d == dynamic else s for d, s in enumerate(spec.sizes)]
+                raise ValueError(
+                    f"input {i} of method {self.name!r} has shape {list(tensor.shape)}, expected [{', '.join(map(str, shape))}]"
+                )
+            rows.add(tensor.shape[dynamic])
+        if len(rows) != 1 or not self.min_rows <= min(rows) <= self.max_rows:
+            raise ValueError(
+                f"method {self.name!r} takes {self.min_rows} to {self.max_rows} rows, the same in every input; "
+                f"got {', '.join(map(str, sorted(rows)))}"
+            )
+        return self._container.run(tensors)
+
+
+class Program:
+    """A loaded artifact: ``methods``, ``constants`` (the constant methods) and ``buffers``, the one pool they share."""
+
+    def __init__(self, artifact: Artifact):
+        self.artifact, manifest = artifact, artifact.manifest
+        file = ProgramFile(artifact.path / PROGRAM)
+        self.constants = file.constants
+        mutable = [storage_key("cpu", b["name"]) for b in manifest["sharing"] if b["writers"]]
+        self.buffers = BufferPool(artifact.path / DATA, mutable)
+        self.methods: dict[str, Method] = {}
+        with tempfile.TemporaryDirectory(prefix="eyas-") as folder:  # private to this user; gone once it is mapped
+            for name, spec in file.methods.items():
+                if spec.backend not in BACKENDS:
+                    raise ArtifactError(
+                        f"method {name!r} is for the delegate {spec.backend!r}; this runtime has {', '.join(BACKENDS)}"
+                    )
+                key, constants = decode(spec.payload)
+                container = Container(unpack(file, key, manifest["native_code"].get(name), Path(folder) / f"{name}.so"))
+                container.bind({c.name: self.buffers.tensor(c) for c in constants})
+                ranges = manifest["methods"][name]
+                self.methods[name] = Method(spec, (ranges["min_rows"], ranges["max_rows"]), container)
+
+    def method(self, name: str) -> Method:
+        """A method by name. Raises ``KeyError`` naming those there are."""
+        if name not in self.methods:
+            raise KeyError(f"the program has no method {name!r}; it has {', '.join(self.methods)}")
+        return self.methods[name]
+
+    def reset(self) -> None:
+        """Forgets all cached positions."""
+        self.buffers.reset()
+
+
+def unpack(file: ProgramFile, key: str, expected: str | None, path: Path) -> Path:
+    """Writes a method's native code to ``path``, once its hash is what the manifest says."""
+    code = file.named(key)
+    digest = hashlib.sha256(code).hexdigest()
+    if digest != expected:
+        raise ArtifactError(f"the native code {key[:12]}... does not match the manifest; lower again")
+    path.write_bytes(code)
+    return path
