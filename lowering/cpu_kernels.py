@@ -29,7 +29,7 @@ def compiler() -> str:
 
 
 def build_library(cache: ContentCache) -> Path:
-    """The folder that holds ``libeyas_cpu.a`` for this machine, built on first use."""
+    """The folder that holds ``libeyas_cpu.a``, and the same as a shared library, for this machine; built on first use."""
     cxx = compiler()
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
     sources = sorted(SOURCES.iterdir())
@@ -44,6 +44,8 @@ def build_library(cache: ContentCache) -> Path:
                 run([cxx, *FLAGS, f"-I{include}", "-c", str(source), "-o", str(target)])
                 objects.append(str(target))
         run([shutil.which("ar") or "ar", "rcs", str(folder / f"lib{LIBRARY}.a"), *objects])
+        # undefined symbols are torch's; whoever loads the shared form has torch's libraries loaded
+        run([cxx, "-shared", "-fopenmp", *objects, "-o", str(folder / f"lib{LIBRARY}.so")])
         for target in objects:
             Path(target).unlink()
 

@@ -9,74 +9,65 @@
 namespace eyas {
 namespace {
 
+// A panel of a format answers run<R, V>(x, ldx, K, v, acc): R rows against V vectors of 8 columns from vector v on.
+
 struct F32Panel {
-  static constexpr int kMaxRows = 6;
   const float* w; // [K, 16]
 
-  template <int R>
-  void run(const float* x, int64_t ldx, int64_t K, f32x8 (&acc)[R][2]) const {
+  template <int R, int V>
+  void run(const float* x, int64_t ldx, int64_t K, int v, f32x8 (&acc)[R][V]) const {
     for (int64_t k = 0; k < K; k++) {
-      const f32x8 w0 = load(w + k * kPanel), w1 = load(w + k * kPanel + kLanes);
+      f32x8 wk[V];
+      for (int i = 0; i < V; i++) wk[i] = load(w + k * kPanel + (v + i) * kLanes);
       for (int r = 0; r < R; r++) {
         const f32x8 xk = splat(x[r * ldx + k]);
-        acc[r][0] += w0 * xk;
-        acc[r][1] += w1 * xk;
+        for (int i = 0; i < V; i++) acc[r][i] += wk[i] * xk;
       }
     }
   }
 };
 
 struct Int8Panel {
-  static constexpr int kMaxRows = 6;
   const int8_t* w; // [K, 16]
   const float* scales; // [16]
 
-  template <int R>
-  void run(const float* x, int64_t ldx, int64_t K, f32x8 (&acc)[R][2]) const {
+  template <int R, int V>
+  void run(const float* x, int64_t ldx, int64_t K, int v, f32x8 (&acc)[R][V]) const {
     for (int64_t k = 0; k < K; k++) {
-      const f32x8 w0 = to_float(widen(w + k * kPanel)), w1 = to_float(widen(w + k * kPanel + kLanes));
+      f32x8 wk[V];
+      for (int i = 0; i < V; i++) wk[i] = to_float(widen(w + k * kPanel + (v + i) * kLanes));
       for (int r = 0; r < R; r++) {
         const f32x8 xk = splat(x[r * ldx + k]);
-        acc[r][0] += w0 * xk;
-        acc[r][1] += w1 * xk;
+        for (int i = 0; i < V; i++) acc[r][i] += wk[i] * xk;
       }
     }
-    const f32x8 s0 = load(scales), s1 = load(scales + kLanes);
-    for (int r = 0; r < R; r++) {
-      acc[r][0] *= s0;
-      acc[r][1] *= s1;
+    for (int i = 0; i < V; i++) {
+      const f32x8 s = load(scales + (v + i) * kLanes);
+      for (int r = 0; r < R; r++) acc[r][i] *= s;
     }
   }
 };
 
 // Two consecutive k share a byte: the even one in the low nibble. A group's 16 scales and 16 offsets lie together.
 struct Int4Panel {
-  static constexpr int kMaxRows = 4;
   const uint8_t* w; // [ceil(K/2), 16]
   const float* scale_offset; // [groups, 2, 16]
   int64_t group;
 
-  template <int R>
-  void run(const float* x, int64_t ldx, int64_t K, f32x8 (&acc)[R][2]) const {
+  template <int R, int V>
+  void run(const float* x, int64_t ldx, int64_t K, int v, f32x8 (&acc)[R][V]) const {
     for (int64_t begin = 0, g = 0; begin < K; begin += group, g++) {
-      const float* so = scale_offset + g * 2 * kPanel;
-      const f32x8 s0 = load(so), s1 = load(so + kLanes);
-      const f32x8 o0 = load(so + kPanel), o1 = load(so + kPanel + kLanes);
+      const float* so = scale_offset + g * 2 * kPanel + v * kLanes;
       const int64_t end = begin + group < K ? begin + group : K;
       for (int64_t k = begin; k < end; k += 2) {
-        const uint8_t* p = w + k / 2 * kPanel;
-        const i32x8 q0 = widen(p), q1 = widen(p + kLanes);
-        const f32x8 even0 = to_float(q0 & 15) * s0 + o0, even1 = to_float(q1 & 15) * s1 + o1;
-        const f32x8 odd0 = to_float(q0 >> 4) * s0 + o0, odd1 = to_float(q1 >> 4) * s1 + o1;
         const bool has_odd = k + 1 < K;
-        for (int r = 0; r < R; r++) {
-          const f32x8 xe = splat(x[r * ldx + k]);
-          acc[r][0] += even0 * xe;
-          acc[r][1] += even1 * xe;
+        for (int i = 0; i < V; i++) {
+          const f32x8 s = load(so + i * kLanes), o = load(so + kPanel + i * kLanes);
+          const i32x8 q = widen(w + k / 2 * kPanel + (v + i) * kLanes);
+          const f32x8 even = to_float(q & 15) * s + o, odd = to_float(q >> 4) * s + o;
+          for (int r = 0; r < R; r++) acc[r][i] += even * splat(x[r * ldx + k]);
           if (has_odd) {
-            const f32x8 xo = splat(x[r * ldx + k + 1]);
-            acc[r][0] += odd0 * xo;
-            acc[r][1] += odd1 * xo;
+            for (int r = 0; r < R; r++) acc[r][i] += odd * splat(x[r * ldx + k + 1]);
           }
         }
       }
@@ -84,26 +75,34 @@ struct Int4Panel {
   }
 };
 
+// R rows against the first `columns` columns from vector v on.
+template <int R, int V, typename Panel>
+void block(const Panel& panel, const float* x, int64_t ldx, int64_t K, int v, float* y, int64_t ldy, int64_t columns) {
+  f32x8 acc[R][V];
+  for (int r = 0; r < R; r++) {
+    for (int i = 0; i < V; i++) acc[r][i] = splat(0.0f);
+  }
+  panel.template run<R, V>(x, ldx, K, v, acc);
+  const int64_t first = v * kLanes, n = columns - first < V * kLanes ? columns - first : V * kLanes;
+  for (int r = 0; r < R && n > 0; r++) std::memcpy(y + r * ldy + first, acc[r], n * sizeof(float));
+}
+
+// Sixteen vector registers hold six rows of two vectors, or eight rows of one: each weight is widened once for all of them.
 template <int R, typename Panel>
 void rows(const Panel& panel, const float* x, int64_t ldx, int64_t K, float* y, int64_t ldy, int64_t columns) {
-  f32x8 acc[R][2];
-  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = splat(0.0f);
-  panel.template run<R>(x, ldx, K, acc);
-  for (int r = 0; r < R; r++) {
-    if (columns == kPanel) {
-      store(y + r * ldy, acc[r][0]);
-      store(y + r * ldy + kLanes, acc[r][1]);
-    } else {
-      std::memcpy(y + r * ldy, acc[r], columns * sizeof(float));
-    }
+  if constexpr (R <= 6) {
+    block<R, 2>(panel, x, ldx, K, 0, y, ldy, columns);
+  } else {
+    block<R, 1>(panel, x, ldx, K, 0, y, ldy, columns);
+    block<R, 1>(panel, x, ldx, K, 1, y, ldy, columns);
   }
 }
 
 template <typename Panel>
-void panel_rows(const Panel& panel, const float* x, int64_t ldx, int64_t M, int64_t K, float* y, int64_t ldy, int64_t columns) {
-  constexpr int B = Panel::kMaxRows;
+void panel_rows(
+    const Panel& panel, const float* x, int64_t ldx, int64_t M, int64_t K, float* y, int64_t ldy, int64_t columns) {
   int64_t m = 0;
-  for (; m + B <= M; m += B) rows<B>(panel, x + m * ldx, ldx, K, y + m * ldy, ldy, columns);
+  for (; M - m > 8; m += 6) rows<6>(panel, x + m * ldx, ldx, K, y + m * ldy, ldy, columns);
   x += m * ldx;
   y += m * ldy;
   switch (M - m) {
@@ -112,6 +111,9 @@ void panel_rows(const Panel& panel, const float* x, int64_t ldx, int64_t M, int6
     case 3: return rows<3>(panel, x, ldx, K, y, ldy, columns);
     case 4: return rows<4>(panel, x, ldx, K, y, ldy, columns);
     case 5: return rows<5>(panel, x, ldx, K, y, ldy, columns);
+    case 6: return rows<6>(panel, x, ldx, K, y, ldy, columns);
+    case 7: return rows<7>(panel, x, ldx, K, y, ldy, columns);
+    case 8: return rows<8>(panel, x, ldx, K, y, ldy, columns);
     default: return;
   }
 }
