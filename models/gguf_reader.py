@@ -2,10 +2,11 @@
 
 Facts of the format (llama.cpp): linear weights are stored ``[out, in]``, query and key rows are not permuted, Gemma 3's
 norm factors include the one, Gemma 4's are the factors themselves, the embedding is unscaled, and a file without
-``output.weight`` has a tied head. Gemma 3 files do not store the layer pattern (every sixth layer is global) nor
+``output.weight`` has a tied head. Gemma 3 files need not store the layer pattern (every sixth layer is global) nor
 the base of the sliding layers' rotary positions (10000).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,11 +43,19 @@ TOP_NAMES = {
     "output_norm.weight": "norm.weight",
     "output.weight": "lm_head.weight",
 }
-IGNORED = ("rope_freqs.weight",)  # follows from the configuration
+ROPE_FREQS = "rope_freqs.weight"  # of Gemma 4's global layers: 1 for pairs that rotate, 1e30 for those that do not
+TEXT_FACTS = {
+    "bos": "ggml.bos_token_id",
+    "eos": "ggml.eos_token_id",
+    "eot": "ggml.eot_token_id",
+    "add_bos": "ggml.add_bos_token",
+    "chat_template": "chat_template",
+}
 
 
 class Reader(gguf.GGUFReader):
-    """``gguf.GGUFReader`` that steps over long metadata arrays instead of making an object an element (15 s for 262144 tokens)."""
+    """``gguf.GGUFReader`` that steps over long metadata arrays instead of making an object an element (15 s for 262144
+    tokens)."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int):
         if gguf.GGUFValueType(raw_type) == gguf.GGUFValueType.ARRAY:
@@ -93,7 +102,9 @@ class Metadata:
 
     def get(self, key: str, default=...):
         if key in self.fields:
-            return self.fields[key].contents()
+            value, kind = self.fields[key].contents(), self.fields[key].types[0]
+            # A float32 as the number that was meant: 1e-06, not 9.999999974752427e-07.
+            return float(str(np.float32(value))) if kind == gguf.GGUFValueType.FLOAT32 else value
         if default is ...:
             raise ValueError(f"{self.path}: metadata key {key!r} is missing; is this a complete Gemma GGUF file?")
         return default
@@ -116,16 +127,18 @@ def open_reader(path: Path) -> Reader:
         raise ValueError(f"{path} is not a readable GGUF file ({error}); is it complete?") from error
 
 
-def gemma3_config(meta: Metadata, names: set[str], vocab_size: int) -> GemmaConfig:
+def gemma3_config(meta: Metadata, stored: Mapping[str, GGUFTensor], vocab_size: int) -> GemmaConfig:
     L, D = meta.get("gemma3.block_count"), meta.get("gemma3.attention.key_length")
     H = meta.get("gemma3.attention.head_count")
     scaling = meta.get("gemma3.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise ValueError(f"{meta.path}: rope scaling {scaling!r} is not supported; allowed: none, linear")
     factor = meta.get("gemma3.rope.scaling.factor", 1.0) if scaling == "linear" else 1.0
-    theta = meta.get("gemma3.rope.freq_base")
+    theta, sliding_theta = meta.get("gemma3.rope.freq_base"), meta.get("gemma3.rope.freq_base_swa", SLIDING_ROPE_THETA)
+    every = meta.get("gemma3.attention.sliding_window_pattern", LAYERS_PER_GLOBAL)
+    is_sliding = every if isinstance(every, list) else [(i + 1) % every != 0 for i in range(L)]
     kind = dict(n_heads=H, n_kv_heads=meta.get("gemma3.attention.head_count_kv"), head_dim=D)
-    sliding = GemmaLayer(**kind, rope=RopeSpec(SLIDING_ROPE_THETA), window=meta.get("gemma3.attention.sliding_window"))
+    sliding = GemmaLayer(**kind, rope=RopeSpec(sliding_theta), window=meta.get("gemma3.attention.sliding_window"))
     full = GemmaLayer(**kind, rope=RopeSpec(theta, "linear", factor) if factor != 1.0 else RopeSpec(theta))
     E = meta.get("gemma3.embedding_length")
     return GemmaConfig(
@@ -133,18 +146,18 @@ def gemma3_config(meta: Metadata, names: set[str], vocab_size: int) -> GemmaConf
         vocab_size=vocab_size,
         hidden_size=E,
         intermediate_size=meta.get("gemma3.feed_forward_length"),
-        layers=tuple(full if (i + 1) % LAYERS_PER_GLOBAL == 0 else sliding for i in range(L)),
+        layers=tuple(sliding if is_sliding[i] else full for i in range(L)),
         attn_scale=(E // H if L == 62 else D) ** -0.5,  # the 27B model scales by its width per head
         rms_eps=meta.get("gemma3.attention.layer_norm_rms_epsilon"),
         norm_offset=0.0,  # the file's factors include the one
-        tied_head="output.weight" not in names,
+        tied_head="output.weight" not in stored,
         embed_scale_rounded=False,
         max_positions=meta.get("gemma3.context_length"),
         final_softcap=meta.get("gemma3.final_logit_softcapping", None),
     )
 
 
-def gemma4_config(meta: Metadata, names: set[str], vocab_size: int) -> GemmaConfig:
+def gemma4_config(meta: Metadata, stored: Mapping[str, GGUFTensor], vocab_size: int) -> GemmaConfig:
     L = meta.get("gemma4.block_count")
     for key in ("embedding_length_per_layer_input", "attention.shared_kv_layers", "expert_count"):
         if value := meta.get(f"gemma4.{key}", 0):
@@ -153,20 +166,23 @@ def gemma4_config(meta: Metadata, names: set[str], vocab_size: int) -> GemmaConf
     kv_heads = meta.per_layer("gemma4.attention.head_count_kv", L)
     is_sliding = meta.per_layer("gemma4.attention.sliding_window_pattern", L)
     D, D_sliding = meta.get("gemma4.attention.key_length"), meta.get("gemma4.attention.key_length_swa")
-    full_rope = RopeSpec(meta.get("gemma4.rope.freq_base"), "proportional", partial=0.25)
+    full_rope = RopeSpec(meta.get("gemma4.rope.freq_base"), "proportional", partial=rotated_share(meta.path, stored))
     sliding_rope = RopeSpec(meta.get("gemma4.rope.freq_base_swa", SLIDING_ROPE_THETA))
     window = meta.get("gemma4.attention.sliding_window")
+    widths = set(meta.per_layer("gemma4.feed_forward_length", L))
+    if len(widths) != 1:
+        raise ValueError(f"{meta.path}: gemma4.feed_forward_length has {sorted(widths)}; only one width is supported")
 
     def layer(i: int) -> GemmaLayer:
         if is_sliding[i]:
             return GemmaLayer(heads[i], kv_heads[i], D_sliding, sliding_rope, window)
-        return GemmaLayer(heads[i], kv_heads[i], D, full_rope, None, k_eq_v=f"blk.{i}.attn_v.weight" not in names)
+        return GemmaLayer(heads[i], kv_heads[i], D, full_rope, None, k_eq_v=f"blk.{i}.attn_v.weight" not in stored)
 
     return GemmaConfig(
         family="gemma4",
         vocab_size=vocab_size,
         hidden_size=meta.get("gemma4.embedding_length"),
-        intermediate_size=meta.get("gemma4.feed_forward_length"),
+        intermediate_size=widths.pop(),
         layers=tuple(layer(i) for i in range(L)),
         attn_scale=1.0,
         rms_eps=meta.get("gemma4.attention.layer_norm_rms_epsilon"),
@@ -174,20 +190,32 @@ def gemma4_config(meta: Metadata, names: set[str], vocab_size: int) -> GemmaConf
         v_norm=True,
         layer_scalar=True,
         final_softcap=meta.get("gemma4.final_logit_softcapping", None),
-        tied_head="output.weight" not in names,
+        tied_head="output.weight" not in stored,
         embed_scale_rounded=False,
         max_positions=meta.get("gemma4.context_length"),
     )
 
 
+def rotated_share(path: Path, stored: Mapping[str, GGUFTensor]) -> float:
+    """The share of frequency pairs that rotate in Gemma 4's global layers."""
+    if ROPE_FREQS not in stored:
+        raise ValueError(f"{path}: tensor {ROPE_FREQS!r} is missing; is this a complete Gemma 4 GGUF file?")
+    divisors = stored[ROPE_FREQS].read()
+    rotated = int((divisors == 1).sum())
+    if not (divisors[:rotated] == 1).all() or not (divisors[rotated:] > 1e20).all():
+        raise ValueError(f"{path}: {ROPE_FREQS!r} must hold ones and then huge values, got {divisors.tolist()[:8]}...")
+    return rotated / len(divisors)
+
+
 CONFIGS = {"gemma3": gemma3_config, "gemma4": gemma4_config}
 
 
-def read_gguf(path: Path) -> tuple[GemmaConfig, dict[str, GGUFTensor], dict[str, int]]:
+def read_gguf(path: Path) -> tuple[GemmaConfig, dict[str, GGUFTensor], dict[str, object]]:
     """Opens a GGUF target.
 
-    Returns its configuration, its tensors by this project's names (read lazily), and its special ids (``bos``, ``eos``, ``eot``,
-    those present). Raises ``ValueError`` for another architecture, a missing key or a tensor without a place.
+    Returns its configuration, its tensors by this project's names (read lazily), and of its facts about text those
+    present: ids ``bos``, ``eos``, ``eot``, and ``add_bos`` and ``chat_template``. Raises ``ValueError`` for another
+    architecture, a missing key or a tensor without a place.
     """
     reader = open_reader(Path(path))
     meta = Metadata(Path(path), reader)
@@ -197,11 +225,10 @@ def read_gguf(path: Path) -> tuple[GemmaConfig, dict[str, GGUFTensor], dict[str,
     by_name = {t.name: GGUFTensor(t.name, t) for t in reader.tensors}
     if "token_embd.weight" not in by_name:
         raise ValueError(f"{path}: tensor 'token_embd.weight' is missing; is this a complete Gemma GGUF file?")
-    config = CONFIGS[architecture](meta, set(by_name), by_name["token_embd.weight"].shape[0])
-    tensors = {place(path, name): tensor for name, tensor in by_name.items() if name not in IGNORED}
-    keys = {"bos": "bos_token_id", "eos": "eos_token_id", "eot": "eot_token_id"}
-    ids = {short: meta.get(f"tokenizer.ggml.{key}", None) for short, key in keys.items()}
-    return config, tensors, {short: int(i) for short, i in ids.items() if i is not None}
+    config = CONFIGS[architecture](meta, by_name, by_name["token_embd.weight"].shape[0])
+    tensors = {place(path, name): tensor for name, tensor in by_name.items() if name != ROPE_FREQS}
+    facts = {short: meta.get(f"tokenizer.{key}", None) for short, key in TEXT_FACTS.items()}
+    return config, tensors, {short: value for short, value in facts.items() if value is not None}
 
 
 def place(path: Path, name: str) -> str:
@@ -209,7 +236,7 @@ def place(path: Path, name: str) -> str:
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     if name.startswith("blk."):
-        _, index, rest = name.split(".", 2)
+        index, _, rest = name.removeprefix("blk.").partition(".")
         if rest in LAYER_NAMES:
             return f"layers.{index}.{LAYER_NAMES[rest]}"
     raise ValueError(f"{path}: tensor {name!r} has no place in a Gemma text decoder")

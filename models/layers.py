@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """``x / rms(x) * weight`` in float32, result in ``x``'s dtype. ``weight`` is the factor itself, never ``factor - 1``:
-    a reader whose format stores the difference adds the one. Without a weight the factor is 1."""
+    """``x / rms(x) * weight`` in float32, result in ``x``'s dtype. ``weight`` is the factor itself, never
+    ``factor - 1``: a reader whose format stores the difference adds the one. Without a weight the factor is 1."""
 
     def __init__(self, width: int, eps: float, weighted: bool = True):
         super().__init__()
@@ -29,8 +29,8 @@ class RMSNorm(nn.Module):
 class RopeSpec:
     """Rotary positions of one layer kind.
 
-    ``kind``: ``default`` rotates all of the head width; ``linear`` divides positions by ``factor``; ``proportional`` rotates
-    the first ``partial * width / 2`` frequency pairs, with exponents over the whole width, and leaves the rest.
+    ``kind``: ``default`` rotates all of the head width; ``linear`` divides positions by ``factor``; ``proportional``
+    rotates the first ``partial * width / 2`` frequency pairs, with exponents over the whole width, and leaves the rest.
     ``llama3`` rescales low frequencies as Llama 3.1 does (``low_freq_factor``, ``high_freq_factor``, ``original_max``).
     """
 
@@ -139,7 +139,8 @@ class CacheGeometry:
 
 
 def attend(q_HMD: Tensor, k_GLD: Tensor, v_GLD: Tensor, mask_ML: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Attention of ``[1, H, M, D]`` over ``[1, G, L, D]``; query heads share key/value heads in order. ``[1, H, M, D]``."""
+    """Attention of ``[1, H, M, D]`` over ``[1, G, L, D]``, result ``[1, H, M, D]``. Query heads share key/value heads
+    in order."""
     if softcap is None:
         gqa = q_HMD.shape[1] != k_GLD.shape[1]
         return F.scaled_dot_product_attention(q_HMD, k_GLD, v_GLD, attn_mask=mask_ML, scale=scale, enable_gqa=gqa)

@@ -35,6 +35,8 @@ class Format:
             raise ValueError(f"unknown weight format {self.kind!r}; allowed: {', '.join(self.KINDS)}")
         if self.kind == "int4" and (reason := int4_linear.supports(self.group)):
             raise ValueError(reason)
+        if self.kind != "int4" and (self.group, self.zeros) != (32, False):
+            raise ValueError(f"weight format {self.kind!r} takes no options, got {self.group=}, {self.zeros=}")
 
     @classmethod
     def parse(cls, text: str) -> "Format":
@@ -84,9 +86,11 @@ class Recipe:
     @classmethod
     def from_json(cls, data: dict) -> "Recipe":
         if not isinstance(data, dict) or set(data) != {"name", "rules"}:
-            raise ValueError(
-                f"a recipe is an object with 'name' and 'rules', got {sorted(data) if isinstance(data, dict) else data!r}"
-            )
+            got = sorted(data) if isinstance(data, dict) else repr(data)
+            raise ValueError(f"a recipe is an object with 'name' and 'rules', got {got}")
+        for rule in data["rules"]:
+            if not isinstance(rule, (list, tuple)) or [type(part) for part in rule] != [str, str]:
+                raise ValueError(f"a rule is a pair of strings, [pattern, format], got {rule!r}")
         return cls(data["name"], tuple((pattern, Format.parse(fmt)) for pattern, fmt in data["rules"]))
 
 
@@ -134,7 +138,8 @@ def materialize(
     """Fills ``module`` from a checkpoint, each matrix in the format that the recipe names for ``prefix + name``.
 
     ``tensors`` go by the module's own names. ``dtype`` is that of dense matrices; other parameters stay float32.
-    ``norm_offset`` is added to norm factors. Raises ``ValueError`` for tensors that are missing, left over or misshapen.
+    ``norm_offset`` is added to norm factors. Raises ``ValueError`` for tensors that are missing, left over or
+    misshapen.
     """
     report, used = [], set()
 
@@ -166,9 +171,8 @@ def materialize(
         tensor.data = take(name, tensor.shape).read().float() + offset
     left = sorted(set(tensors) - used)
     if left:
-        raise ValueError(
-            f"checkpoint has {len(left)} tensors without a place in the model: {', '.join(left[:8])}{', ...' if len(left) > 8 else ''}"
-        )
+        shown = ", ".join([*left[:8], *(["..."] if len(left) > 8 else [])])
+        raise ValueError(f"checkpoint has {len(left)} tensors without a place in the model: {shown}")
     return report
 
 
@@ -180,7 +184,8 @@ def report_lines(report: list[Placed]) -> list[str]:
         worst = max(group, key=lambda p: p.error)
         size = sum(p.nbytes for p in group)
         lines.append(
-            f"{fmt}: {len(group)} matrices, {size / 1e6:.1f} MB, largest relative error {worst.error:.4f} ({worst.name})"
+            f"{fmt}: {len(group)} matrices, {size / 1e6:.1f} MB, "
+            f"largest relative error {worst.error:.4f} ({worst.name})"
         )
         lines.extend(f"  {p.name}: {p.note}" for p in group if p.note)
     return lines

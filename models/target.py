@@ -34,7 +34,7 @@ class TapTarget(Protocol):
     def forward(
         self, tokens: Tensor, input_pos: Tensor, boundaries: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """int64 ``[1, M]`` at positions int64 ``[M]`` -> (final hidden ``[1, M, E]``, one tap ``[1, M, E]`` a boundary)."""
+        """int64 ``[1, M]`` at positions int64 ``[M]`` -> (final hidden ``[1, M, E]``, one such tap a boundary)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden ``[1, M, E]`` -> float32 ``[1, M, V]``."""
@@ -67,7 +67,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """One entry of ``TARGETS``. ``module`` holds ``open_checkpoint(path)`` and ``build(config, max_seq_len, dtype)``."""
+    """An entry of ``TARGETS``. ``module`` holds ``open_checkpoint(path)`` and ``build(config, max_seq_len, dtype)``."""
 
     name: str
     summary: str

@@ -37,7 +37,7 @@ def tiny_config(family: str, n_layers: int = 6, vocab_size: int = 128, hidden_si
 
 
 def random_tensors(module: nn.Module, seed: int) -> dict[str, TensorSource]:
-    """A source for each matrix and vector that ``module`` reads, by name: matrices of about unit gain, norms near one."""
+    """A source for each matrix and vector that ``module`` reads, by name: matrices of about unit gain, norms near 1."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     named = [*module.named_parameters(), *module.named_buffers()]

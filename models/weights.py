@@ -1,6 +1,6 @@
-"""Weight matrices in the formats that a recipe can ask for. All answer ``forward(x)`` (x @ w.T); those that can serve as an
-embedding also answer ``rows(ids)``. A module holds its format's tensors as buffers, so they are ordinary constants of
-an exported graph, and equal names mean equal storage.
+"""Weight matrices in the formats that a recipe can ask for. All answer ``forward(x)`` (x @ w.T); those that can serve
+as an embedding also answer ``rows(ids)``. A module holds its format's tensors as buffers, so they are ordinary
+constants of an exported graph, and equal names mean equal storage.
 
 A format is filled from a ``RowSource`` a slice of rows at a time: a large table never exists twice.
 """
@@ -72,7 +72,7 @@ class Weight(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def nbytes(self) -> int:
         """Bytes of this format's tensors, the bias included."""
@@ -140,7 +140,7 @@ class Int8(Weight):
 
 
 class Int4(Weight):
-    """Groups of ``group_size`` columns with a scale, and with an offset where ``zeros``; see ``eyas.kernels.int4_linear``.
+    """Groups of ``group_size`` columns with a scale, and an offset where ``zeros``; see ``eyas.kernels.int4_linear``.
 
     Symmetric: scale = the group's extreme value / -8, so that this value is hit exactly. With zeros: the group's range,
     which includes 0, mapped to 0..15. A width that no group divides is padded with zero weights.

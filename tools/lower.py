@@ -1,6 +1,6 @@
 """Lowers a target and a draft head to an artifact.
 
-    python -m eyas.tools.lower --target gemma3_270m --draft untrained --device cpu -o DIR
+python -m eyas.tools.lower --target gemma3_270m --draft untrained --device cpu -o DIR
 """
 
 import argparse
@@ -28,7 +28,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-chain", type=int, default=7, help="most proposals a round (default 7)")
     p.add_argument("--extra-method", action="append", default=[], help="also compile this method (target_logits)")
     p.add_argument("--stats-json", type=Path, help="write seconds by stage, memory and sizes to this file")
-    p.add_argument("--cache", type=Path, help="folder for compiled code and tokenizers (default: $EYAS_CACHE or the user's)")
+    p.add_argument(
+        "--cache", type=Path, help="folder for compiled code and tokenizers (default: $EYAS_CACHE or the user's)"
+    )
     p.add_argument("--quiet", action="store_true", help="stages only, without findings")
     p.add_argument("--list-targets", action="store_true", help="print the targets and stop")
     p.add_argument("--list-passes", action="store_true", help="print the passes and stop")

@@ -1,6 +1,6 @@
 """Generates text from an artifact, speculatively or greedily, and says how it went.
 
-    python -m eyas.tools.run DIR --prompt 'The falcon' --chain 4
+python -m eyas.tools.run DIR --prompt 'The falcon' --chain 4
 """
 
 import argparse

@@ -1,0 +1,73 @@
+"""Measures what the README states. Every figure is a median of repeated runs, beside its peer in the same run.
+
+python -m eyas.tools.bench kernels
+python -m eyas.tools.bench identity DIR
+python -m eyas.tools.bench eager DIR
+python -m eyas.tools.bench quant
+python -m eyas.tools.bench lowering --target gemma3_270m
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from eyas.tools.console import run_tool, write_json
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
+    p.add_argument("--stats-json", type=Path, help="also write the figures to this file")
+    commands = p.add_subparsers(dest="command", required=True)
+    kernels = commands.add_parser("kernels", help="cpu kernels against torch's, for each projection of the 270M model")
+    kernels.add_argument("--rows", default="1,2,5,8,64", help="numbers of rows (default 1,2,5,8,64)")
+    identity = commands.add_parser("identity", help="speculative against greedy text, bits of rows, and eager text")
+    identity.add_argument("artifact", type=Path)
+    identity.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
+    identity.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
+    identity.add_argument("--no-eager", action="store_true", help="leave out the comparison with the eager module")
+    eager = commands.add_parser("eager", help="target_verify and greedy decoding against eager and transformers")
+    eager.add_argument("artifact", type=Path)
+    eager.add_argument("--new-tokens", type=int, default=48, help="new tokens a timed generation (default 48)")
+    quant = commands.add_parser("quant", help="perplexity of each recipe on a fixed text")
+    quant.add_argument("--target", default="gemma3_270m")
+    quant.add_argument("--checkpoint", type=Path)
+    quant.add_argument("--recipes", default="none,int8,int4", help="comma-separated (default none,int8,int4)")
+    lowering = commands.add_parser("lowering", help="seconds and memory of lowering, cold and warm, and of loading")
+    lowering.add_argument("--target", default="gemma3_270m")
+    lowering.add_argument("--quant", default="int8")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_tool(lambda: run(parser().parse_args(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.command == "kernels":
+        from eyas.tools.bench_kernels import bench_kernels as measure
+
+        rows = [int(part) for part in args.rows.split(",")]
+        figures = measure(rows)
+    elif args.command == "identity":
+        from eyas.tools.bench_program import bench_identity
+
+        figures = bench_identity(args.artifact, args.prompts, args.new_tokens, not args.no_eager)
+    elif args.command == "eager":
+        from eyas.tools.bench_program import bench_eager
+
+        figures = bench_eager(args.artifact, args.new_tokens)
+    elif args.command == "quant":
+        from eyas.tools.bench_program import bench_quant
+
+        figures = bench_quant(args.target, args.checkpoint, args.recipes.split(","))
+    else:
+        from eyas.tools.bench_lowering import bench_lowering
+
+        figures = bench_lowering(args.target, args.quant)
+    if args.stats_json:
+        write_json(args.stats_json, figures)
+    return 0 if figures.get("ok", True) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

