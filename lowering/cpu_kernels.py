@@ -11,6 +11,7 @@ from eyas.lowering.content_cache import ContentCache, key_of
 from eyas.lowering.environment import machine
 
 LIBRARY = "eyas_cpu"
+SHARED = "eyas_cpu_kernels.so"  # not lib*.so, which a linker would prefer to the static library
 SOURCES = Path(eyas.kernels.__file__).parent / "cpu"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-Wall")
 C_TYPES = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double", "bool": "int32_t"}
@@ -33,7 +34,8 @@ def build_library(cache: ContentCache) -> Path:
     cxx = compiler()
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
     sources = sorted(SOURCES.iterdir())
-    key = key_of(version, FLAGS, torch.__version__, machine(), *(p.read_text() for p in sources))
+    built_by = Path(__file__).read_text()
+    key = key_of(version, torch.__version__, machine(), built_by, *(p.read_text() for p in sources))
 
     def fill(folder: Path) -> None:
         include = Path(torch.__file__).parent / "include"
@@ -45,7 +47,7 @@ def build_library(cache: ContentCache) -> Path:
                 objects.append(str(target))
         run([shutil.which("ar") or "ar", "rcs", str(folder / f"lib{LIBRARY}.a"), *objects])
         # undefined symbols are torch's; whoever loads the shared form has torch's libraries loaded
-        run([cxx, "-shared", "-fopenmp", *objects, "-o", str(folder / f"lib{LIBRARY}.so")])
+        run([cxx, "-shared", "-fopenmp", *objects, "-o", str(folder / SHARED)])
         for target in objects:
             Path(target).unlink()
 

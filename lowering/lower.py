@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -26,17 +26,20 @@ from eyas.lowering.tokenizer import TokenizerFacts, make_tokenizer_json
 from eyas.lowering.trace import METHODS, Limits, trace_methods
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.eagle3_checkpoint import DraftCheckpoint, read_head, untrained_head
-from eyas.models.recipe import Placed, Recipe, load_recipe, materialize, report_lines
+from eyas.models.recipe import Recipe, load_recipe, materialize, report_lines
 from eyas.models.speculator import Eagle3Speculator
 from eyas.models.target import Checkpoint, find_target
 from eyas.passes.pipeline import PassRecord, run_pipeline
-from eyas.passes.program import Derived, Program
+from eyas.passes.program import Derived, Program, SharedBuffer
 from eyas.passes.registry import parse_pipeline, pipeline_text
 from eyas.passes.share_buffers import plan_lines
 from eyas.runtime.artifact import DATA, FORMAT, FORMAT_VERSION, MANIFEST, PROGRAM, TOKENIZER
 from eyas.runtime.payload import storage_key
+from eyas.runtime.text import return_free_memory
 
 DTYPE = torch.float32  # activations and caches on cpu: what its kernels take
+DEFAULT_PREFILL = 512  # rows of a prompt's chunk, where the window allows them
+PLAN = "plan.json"
 COMPILER_BYTES = 1 << 30  # what tracing and compiling need beside the weights, measured on the 270M model
 
 
@@ -115,75 +118,177 @@ def lower(request: Request, progress: Progress) -> Report:
     Raises ``ValueError`` or ``FileNotFoundError`` for what the user can put right, ``TraceError`` and ``PassError`` for
     methods that cannot be traced or rewritten, ``RuntimeError`` for a failing compiler.
     """
-    report = Report(request.out)
-    cache = ContentCache(request.cache or default_root())
+    return Lowering(request, progress).run()
+
+
+class Lowering:
+    """One run of lowering. Weights are held once, and let go before anything is compiled."""
+
+    def __init__(self, request: Request, progress: Progress):
+        self.request, self.progress = request, progress
+        self.report = Report(request.out)
+        self.cache = ContentCache(request.cache or default_root())
+        self.methods = (*METHODS, *request.methods)
+        self.pipeline = parse_pipeline(pipeline_for(request.device, request.passes))
+        self.report.pipeline = pipeline_text(self.pipeline)
+        self.recipe = load_recipe(request.quant)
+        self.spec = find_target(request.target)
 
     @contextmanager
-    def stage(name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        with progress.stage(name):
+        with self.progress.stage(name):
             yield
-        report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.report.seconds[name] = self.report.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    check_free(request.out)
-    pipeline = parse_pipeline(pipeline_for(request.device, request.passes))
-    report.pipeline = pipeline_text(pipeline)
-    recipe = load_recipe(request.quant)
-    spec = find_target(request.target)
-    with stage("read checkpoints"):
-        checkpoint = spec.open_checkpoint(request.checkpoint)
-        draft = open_draft(request.draft, checkpoint)
-    for note in draft.notes:
-        progress.note(f"draft: {note}")
-    target = spec.build(checkpoint.config, request.max_seq_len, DTYPE)
-    limits = Limits(
-        request.max_seq_len, request.max_prefill or min(target.max_call_rows, 512), request.max_chain, request.chain
-    )
-    limits.check(target.max_call_rows)
-    speculator = Eagle3Speculator(target, Eagle3Head(draft.config, request.max_seq_len, DTYPE))
-    estimate(speculator, recipe, progress)
-    methods = (*METHODS, *request.methods)
-    with stage("weights"):
-        placed = load_weights(speculator, checkpoint, draft, recipe)
-    for line in report_lines(placed):
-        progress.note(f"weights: {line}")
-    report.source_bytes = 2 * sum(p.shape[0] * p.shape[1] for p in placed)
-    key = key_of(
-        checkpoint.config, draft.config, limits, methods, [(p.name, p.format) for p in placed], report.pipeline,
-        versions(), machine(), source_hash(), checkpoint.stop_ids, checkpoint.bos_id,
-    )  # fmt: skip
-    with making(request.out) as folder:
-        found = cache.get("programs", key)
-        report.cached["program"] = found is not None
-        constants = model_constants(speculator)
-        if found is None:
-            found = make_program(
-                speculator, methods, limits, checkpoint, draft, pipeline, cache, key, folder, stage, progress, report
-            )
-        plan = Plan.from_json(json.loads((found / "plan.json").read_text()))
-        shutil.copyfile(found / PROGRAM, folder / PROGRAM)
-        if not (folder / DATA).exists():
-            with stage("write data"):
-                write_constants(folder / DATA, plan, constants)
-        del speculator, target, constants
-        with stage("tokenizer"):
-            tokenizer = make_tokenizer_json(
-                checkpoint.tokenizer, folder / TOKENIZER, cache.root / "tokenizers",
-                vocab_size=checkpoint.config.vocab_size, bos_id=checkpoint.bos_id,
-            )  # fmt: skip
-        with stage("manifest"):
-            manifest = manifest_of(
-                request, checkpoint, draft, recipe, placed, limits, methods, report, plan, tokenizer, folder
-            )
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False))
-        with stage("check"):
-            for line in self_check(folder):
-                progress.note(f"check: {line}")
-    report.bytes = {name: facts["bytes"] for name, facts in manifest["files"].items()}
-    scale = 1 if sys.platform == "darwin" else 1024
-    report.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-    report.peak_child_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * scale
-    return report
+    def run(self) -> Report:
+        check_free(self.request.out)
+        with self.stage("read checkpoints"):
+            self.checkpoint = self.spec.open_checkpoint(self.request.checkpoint)
+            self.draft = open_draft(self.request.draft, self.checkpoint)
+        for note in self.draft.notes:
+            self.progress.note(f"draft: {note}")
+        self.load_model()
+        with making(self.request.out) as folder:
+            plan = self.write_program(folder)
+            with self.stage("tokenizer"):
+                tokenizer = make_tokenizer_json(
+                    self.checkpoint.tokenizer, folder / TOKENIZER, self.cache.root / "tokenizers",
+                    vocab_size=self.checkpoint.config.vocab_size, bos_id=self.checkpoint.bos_id,
+                )  # fmt: skip
+            with self.stage("manifest"):
+                manifest = self.manifest(plan, tokenizer, folder)
+                (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False))
+            with self.stage("check"):
+                for line in self_check(folder):
+                    self.progress.note(f"check: {line}")
+        self.report.bytes = {name: facts["bytes"] for name, facts in manifest["files"].items()}
+        scale = 1 if sys.platform == "darwin" else 1024
+        self.report.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+        self.report.peak_child_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * scale
+        return self.report
+
+    def load_model(self) -> None:
+        """Builds the speculator and fills it; the checkpoints' own memory is let go."""
+        request = self.request
+        target = self.spec.build(self.checkpoint.config, request.max_seq_len, DTYPE)
+        self.limits = Limits(
+            request.max_seq_len,
+            request.max_prefill or min(target.max_call_rows, DEFAULT_PREFILL),
+            request.max_chain,
+            request.chain,
+        )
+        self.limits.check(target.max_call_rows)
+        self.speculator = Eagle3Speculator(target, Eagle3Head(self.draft.config, request.max_seq_len, DTYPE))
+        estimate(self.speculator, self.recipe, self.progress)
+        with self.stage("weights"):
+            offset = getattr(self.checkpoint.config, "norm_offset", 0.0)
+            placed = materialize(target, "target.", self.checkpoint.tensors, self.recipe, DTYPE, offset)
+            placed += materialize(self.speculator.draft, "draft.", self.draft.tensors, self.recipe, DTYPE)
+            self.speculator.draft.d2t.copy_(self.draft.d2t)
+            self.checkpoint = replace(self.checkpoint, tensors={})
+            self.draft = replace(self.draft, tensors={})
+            trim_memory()
+        for line in report_lines(placed):
+            self.progress.note(f"weights: {line}")
+        self.placed = placed
+        self.report.source_bytes = 2 * sum(p.shape[0] * p.shape[1] for p in placed)
+
+    def program_key(self) -> str:
+        """What decides a program file, weights apart."""
+        return key_of(
+            self.checkpoint.config, self.draft.config, self.limits, self.methods,
+            [(p.name, p.format) for p in self.placed], self.report.pipeline, versions(), machine(), source_hash(),
+            self.checkpoint.stop_ids, self.checkpoint.bos_id,
+        )  # fmt: skip
+
+    def write_program(self, folder: Path) -> Plan:
+        """Leaves ``model.pte`` and ``model.ptd`` in ``folder``, the program from the cache where it was made before."""
+        key = self.program_key()
+        entry = self.cache.get("programs", key)
+        self.report.cached["program"] = entry is not None
+        if entry is None:
+            entry = self.make_program(key, folder / DATA)
+        else:
+            with self.stage("write data"):
+                plan = read_plan(entry)
+                constants = {**named_tensors(self.speculator)}
+                self.speculator = None
+                write_constants(folder / DATA, plan, Constants(constants, plan.derived))
+        trim_memory()
+        shutil.copyfile(entry / PROGRAM, folder / PROGRAM)
+        return read_plan(entry)
+
+    def make_program(self, key: str, data: Path) -> Path:
+        """Traces, rewrites and compiles. Writes the data file, and everything else as an entry of the cache; returns that."""
+        from eyas.lowering.aoti_cpu import compile_method, release_constants
+        from eyas.lowering.executorch_program import write_program
+
+        program = Program({}, constant_methods(self.limits, self.checkpoint, self.draft))
+        for method in self.methods:
+            with self.stage(f"trace {method}"):
+                program.methods |= trace_methods(self.speculator, self.limits, [method])
+        self.speculator = None
+        trim_memory()  # the model itself is in cycles; its weights now belong to the methods alone
+        with self.stage("passes"):
+            self.report.passes = run_pipeline(program, self.pipeline)
+        for line in (*record_lines(self.report.passes), *plan_lines(program.sharing)):
+            self.progress.note(line)
+        names = tuple(name for name, buffer in program.sharing.items() if buffer.readers or buffer.writers)
+        sharing = [buffer_json(program.sharing[name]) for name in names]
+        derived = {name: program.derived[name] for name in names if name in program.derived}
+        passes = [{"pass": r.spec, "rewrites": r.rewrites, "nodes": r.nodes_after} for r in self.report.passes]
+        plan = Plan(names, derived, sharing, {}, passes)
+        with self.stage("write data"):
+            write_constants(data, plan, program.constants())
+            for ep in program.methods.values():
+                release_constants(ep)
+            trim_memory()
+        compiled = {}
+        for method, ep in program.methods.items():
+            with self.stage(f"compile {method}"):
+                compiled[method] = compile_method(ep, self.cache)
+            self.report.cached[method] = compiled[method].cached
+        plan = replace(plan, native_code={method: file_sha256(c.code) for method, c in compiled.items()})
+
+        def fill(entry: Path) -> None:
+            rows = {name: (ep, self.limits.rows(name)) for name, ep in program.methods.items()}
+            write_program(entry / PROGRAM, rows, compiled, program.constant_methods)
+            (entry / PLAN).write_text(json.dumps(plan.to_json()))
+
+        with self.stage("program file"):
+            return self.cache.put("programs", key, fill)
+
+    def manifest(self, plan: Plan, tokenizer: TokenizerFacts, folder: Path) -> dict[str, object]:
+        """What the artifact says of itself; see ``eyas.runtime.artifact`` for who reads it."""
+        checkpoint = self.checkpoint
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "files": {
+                name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)}
+                for name in (PROGRAM, DATA, TOKENIZER)
+            },
+            "native_code": plan.native_code,
+            "device": {"type": self.request.device, **machine()},
+            "versions": versions(),
+            "target": {"name": self.request.target, **checkpoint.identity},
+            "draft": {**self.draft.identity, "notes": list(self.draft.notes)},
+            "quantisation": {"recipe": self.recipe.to_json(), "matrices": [asdict(p) for p in self.placed]},
+            "pipeline": self.report.pipeline,
+            "passes": plan.passes,
+            "sharing": plan.sharing,
+            "methods": {name: {"min_rows": 1, "max_rows": self.limits.rows(name)} for name in self.methods},
+            "limits": asdict(self.limits),
+            "tokenizer": {
+                "sha256": tokenizer.sha256,
+                "vocab_size": tokenizer.vocab_size,
+                "bos_id": tokenizer.bos_id,
+                "add_bos": tokenizer.add_bos and checkpoint.add_bos,
+                "stop_ids": list(checkpoint.stop_ids),
+                "chat_template": checkpoint.chat_template,
+            },
+        }
 
 
 def check_free(out: Path) -> None:
@@ -252,80 +357,6 @@ def available_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def load_weights(
-    speculator: Eagle3Speculator, checkpoint: Checkpoint, draft: DraftCheckpoint, recipe: Recipe
-) -> list[Placed]:
-    placed = materialize(
-        speculator.target, "target.", checkpoint.tensors, recipe, DTYPE, getattr(checkpoint.config, "norm_offset", 0.0)
-    )
-    placed += materialize(speculator.draft, "draft.", draft.tensors, recipe, DTYPE)
-    speculator.draft.d2t.copy_(draft.d2t)
-    return placed
-
-
-def model_constants(speculator: Eagle3Speculator) -> dict[str, Tensor]:
-    """The model's tensors by the names that a traced method gives them."""
-    return {name: t.detach() for name, t in (*speculator.named_parameters(), *speculator.named_buffers())}
-
-
-def make_program(
-    speculator, methods, limits, checkpoint, draft, pipeline, cache, key, folder, stage, progress, report
-) -> Path:
-    """Traces, rewrites and compiles; leaves the data file in ``folder`` and the rest in the cache. Returns the cache entry."""
-    from eyas.lowering.aoti_cpu import compile_method
-    from eyas.lowering.executorch_program import write_program
-
-    program = Program({}, constant_methods(limits, checkpoint, draft))
-    for method in methods:
-        with stage(f"trace {method}"):
-            program.methods |= trace_methods(speculator, limits, [method])
-    with stage("passes"):
-        records = run_pipeline(program, pipeline)
-    report.passes = records
-    for record in records:
-        progress.note(
-            f"pass {record.spec}: {record.rewrites} rewrites, {record.nodes_before} -> {record.nodes_after} nodes, "
-            f"{record.seconds:.2f} s"
-        )
-        reasons = dict.fromkeys(refusal.reason for refusal in record.refusals)
-        for reason in reasons:
-            progress.note(f"pass {record.spec}: left alone: {reason}")
-    for line in plan_lines(program.sharing):
-        progress.note(f"shared: {line}")
-    constants = program.constants()
-    names = tuple(name for name, buffer in program.sharing.items() if buffer.readers or buffer.writers)
-    with stage("write data"):
-        write_keys(folder / DATA, names, constants)
-        map_constants(program, folder / DATA, names)  # the compiler needs their shapes; the weights may go
-        forget(speculator)
-        del constants
-        gc.collect()
-    compiled = {}
-    for method, ep in program.methods.items():
-        with stage(f"compile {method}"):
-            compiled[method] = compile_method(ep, cache)
-        report.cached[method] = compiled[method].cached
-    with stage("program file"):
-        plan = Plan(
-            constants=names,
-            derived={name: program.derived[name] for name in names if name in program.derived},
-            sharing=[
-                {"name": b.name, "shape": list(b.shape), "dtype": str(b.dtype).removeprefix("torch."), "nbytes": b.nbytes,
-                 "readers": list(b.readers), "writers": list(b.writers)}
-                for b in program.sharing.values() if b.name in names
-            ],
-            native_code={method: file_sha256(c.code) for method, c in compiled.items()},
-            passes=[{"pass": r.spec, "rewrites": r.rewrites, "nodes": r.nodes_after} for r in records],
-        )  # fmt: skip
-
-        def fill(entry: Path) -> None:
-            rows = {name: (ep, limits.rows(name)) for name, ep in program.methods.items()}
-            write_program(entry / PROGRAM, rows, compiled, program.constant_methods)
-            (entry / "plan.json").write_text(json.dumps(plan.to_json()))
-
-        return cache.put("programs", key, fill)
-
-
 def constant_methods(limits: Limits, checkpoint: Checkpoint, draft: DraftCheckpoint) -> dict[str, object]:
     """Facts that a runner needs, by the names of the methods that give them. No BOS: -1. No limit of the head: 0."""
     config = checkpoint.config
@@ -347,87 +378,56 @@ def constant_methods(limits: Limits, checkpoint: Checkpoint, draft: DraftCheckpo
     }
 
 
-def write_constants(path: Path, plan: Plan, constants: dict[str, Tensor]) -> None:
-    """The data file of a program that came from the cache: constants that passes had made are made again."""
-
-    class Lazy(Mapping):
-        """Computes a derived constant when it is asked for, and keeps none."""
-
-        def __getitem__(self, name: str) -> Tensor:
-            return plan.derived[name].compute(constants) if name in plan.derived else constants[name]
-
-        def __iter__(self):
-            return iter(plan.constants)
-
-        def __len__(self) -> int:
-            return len(plan.constants)
-
-    sizes = {entry["name"]: entry["nbytes"] for entry in plan.sharing}
-    lazy = Lazy()
-    keys = [(storage_key("cpu", name), sizes[name]) for name in plan.constants]
-    write_data_file(path, keys, (lazy[name].contiguous() for name in plan.constants))
+def trim_memory() -> None:
+    """Collects what is only in cycles, and gives free memory back to the system."""
+    gc.collect()
+    return_free_memory()
 
 
-def write_keys(path: Path, names: tuple[str, ...], constants: Mapping[str, Tensor]) -> None:
-    tensors = [constants[name].detach() for name in names]
-    keys = [(storage_key("cpu", name), t.numel() * t.element_size()) for name, t in zip(names, tensors)]
-    write_data_file(path, keys, tensors)
+def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """A module's tensors by the names that a traced method gives them."""
+    return {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
 
 
-def map_constants(program: Program, path: Path, names: tuple[str, ...]) -> None:
-    """Puts each constant of a program over the data file that holds it, so that its own memory can be given back."""
-    from eyas.runtime.container_files import DataFile
+class Constants(Mapping):
+    """A program's constants out of a model's: those that passes had derived are made when asked for, and not kept."""
 
-    file = DataFile(path, writable=True)
-    mapped: dict[str, Tensor] = {}
-    for ep in program.methods.values():
-        for store in (ep.state_dict, ep.constants):
-            for name, old in list(store.items()):
-                if name in names and isinstance(old, Tensor):
-                    if name not in mapped:
-                        data = file.bytes_of(storage_key("cpu", name))
-                        mapped[name] = torch.frombuffer(data, dtype=old.dtype).view(old.shape)
-                    store[name] = (
-                        torch.nn.Parameter(mapped[name], False) if isinstance(old, torch.nn.Parameter) else mapped[name]
-                    )
+    def __init__(self, given: Mapping[str, Tensor], derived: Mapping[str, Derived]):
+        self.given, self.derived = given, derived
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.derived[name].compute(self.given) if name in self.derived else self.given[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.given, **self.derived})
+
+    def __len__(self) -> int:
+        return len({**self.given, **self.derived})
 
 
-def forget(speculator: Eagle3Speculator) -> None:
-    """Gives a model's memory back; it cannot be used afterwards."""
-    speculator.to("meta")
+def write_constants(path: Path, plan: Plan, constants: Mapping[str, Tensor]) -> None:
+    """The data file: every constant of the plan, once, in the plan's order."""
+    keys = [(storage_key("cpu", entry["name"]), entry["nbytes"]) for entry in plan.sharing]
+    write_data_file(path, keys, (constants[name].detach().contiguous() for name in plan.constants))
 
 
-def manifest_of(
-    request, checkpoint, draft, recipe, placed, limits, methods, report, plan, tokenizer: TokenizerFacts, folder
-) -> dict:
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)}
-        for name in (PROGRAM, DATA, TOKENIZER)
-    }
+def read_plan(entry: Path) -> Plan:
+    return Plan.from_json(json.loads((entry / PLAN).read_text()))
+
+
+def buffer_json(buffer: SharedBuffer) -> dict[str, object]:
     return {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "files": files,
-        "native_code": plan.native_code,
-        "device": {"type": request.device, **machine()},
-        "versions": versions(),
-        "target": {"name": request.target, **checkpoint.identity},
-        "draft": {**draft.identity, "notes": list(draft.notes)},
-        "quantisation": {"recipe": recipe.to_json(), "matrices": [asdict(p) for p in placed]},
-        "pipeline": report.pipeline,
-        "passes": plan.passes,
-        "sharing": plan.sharing,
-        "methods": {name: {"min_rows": 1, "max_rows": limits.rows(name)} for name in methods},
-        "limits": asdict(limits),
-        "tokenizer": {
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "bos_id": tokenizer.bos_id,
-            "add_bos": tokenizer.add_bos and checkpoint.add_bos,
-            "stop_ids": list(checkpoint.stop_ids),
-            "chat_template": checkpoint.chat_template,
-        },
-    }
+        "name": buffer.name, "shape": list(buffer.shape), "dtype": str(buffer.dtype).removeprefix("torch."),
+        "nbytes": buffer.nbytes, "readers": list(buffer.readers), "writers": list(buffer.writers),
+    }  # fmt: skip
+
+
+def record_lines(records: list[PassRecord]) -> Iterator[str]:
+    """What each pass did, and why it left candidates alone, in words."""
+    for r in records:
+        yield f"pass {r.spec}: {r.rewrites} rewrites, {r.nodes_before} -> {r.nodes_after} nodes, {r.seconds:.2f} s"
+        for reason in dict.fromkeys(refusal.reason for refusal in r.refusals):
+            yield f"pass {r.spec}: left alone: {reason}"
 
 
 def self_check(folder: Path) -> list[str]:

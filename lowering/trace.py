@@ -12,6 +12,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from eyas.models.speculator import Eagle3Speculator
+from eyas.passes.program import remove_unused_constants
 
 METHODS = ("prefill", "target_verify", "draft_decode")
 EXTRA_METHODS = ("target_logits",)
@@ -83,6 +84,8 @@ def trace(speculator: Eagle3Speculator, method: str, max_rows: int) -> ExportedP
     except (RuntimeError, ValueError) as error:  # the tracer's own errors are RuntimeErrors
         raise TraceError(explain(export, method, error)) from error
     check_ranges(ep, method, upper, export)
+    remove_unused_constants(ep)  # the tracer lifts all of the module's, whatever the method reads
+    ep.graph_module.recompile()
     return ep
 
 

@@ -122,11 +122,10 @@ class PickedRows:
         self.source, self.ids, self.shape = source, ids, (len(ids), source.shape[1])
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        parts = []
-        for ids in self.ids[start:stop].split(256):  # in blocks, as a sparse choice spans much of the source
-            first = int(ids[0])
-            parts.append(self.source.read(first, int(ids[-1]) + 1)[ids - first])
-        return torch.cat(parts)
+        ids = self.ids[start:stop]
+        ends = (torch.nonzero(ids[1:] != ids[:-1] + 1).flatten() + 1).tolist()
+        runs = ids.tensor_split(ends)  # of consecutive ids, each read at once
+        return torch.cat([self.source.read(int(run[0]), int(run[-1]) + 1) for run in runs])
 
 
 def rows_of(source: RowSource | None) -> int | None:
@@ -910,7 +909,7 @@ def untrained_head(
     Shaped as suits the target's width, with a norm a tap and normed feedback, as Gemma's residual streams grow a lot.
     ``target_embed``: the target's raw embedding ``[V, Ht]``, whose rows become the ``lm_head``. ``boundaries``: the
     taps; the usual ones, or evenly spread where the target is too shallow for those. ``ids`` int64 ``[Vd]``: the target
-    ids of the draft vocabulary, ascending; otherwise every so-many-th one, so that a mistaken mapping shows.
+    ids of the draft vocabulary, ascending; otherwise every other block of up to 64, so that a mistaken mapping shows.
     """
     if tuple(target_embed.shape) != (target_vocab_size, target_hidden_size):
         expected = [target_vocab_size, target_hidden_size]
@@ -920,9 +919,9 @@ def untrained_head(
     else:
         spelled = "as the caller says"
     if ids is None:
-        size = max(1, min(16384, target_vocab_size // 2))
-        stride = target_vocab_size // size
-        ids = torch.arange(size) * stride + stride - 1
+        block = min(64, max(1, target_vocab_size // 16))
+        rank = torch.arange(min(16384, target_vocab_size // 2) // block * block)
+        ids = (rank // block * 2 + 1) * block + rank % block
     d2t = ids - torch.arange(len(ids))
     target_ids("draft vocabulary", d2t, len(ids), target_vocab_size)
     head_dim = 256 if target_hidden_size >= 512 else HEAD_WIDTH_MULTIPLE

@@ -1,6 +1,6 @@
 """What passes work on: the methods of one program, and the constants that they share by name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -133,12 +133,16 @@ def replace_node(ep: ExportedProgram, old: Node, new: Node) -> None:
     ep.graph.erase_node(old)
 
 
-def remove_unused_constants(ep: ExportedProgram, names: set[str]) -> None:
-    """Drops those of ``names`` that nothing in the method reads."""
-    for name, node in constant_nodes(ep).items():
-        if name in names and not node.users:
-            ep.graph.erase_node(node)
-            specs = ep.graph_signature.input_specs
-            specs[:] = [spec for spec in specs if spec.target != name]
-            ep.state_dict.pop(name, None)
-            ep.constants.pop(name, None)
+def remove_unused_constants(ep: ExportedProgram, names: Collection[str] | None = None) -> None:
+    """Drops the constants (those of ``names``, or all) that nothing in the method reads."""
+    unused = {
+        name: node
+        for name, node in constant_nodes(ep).items()
+        if not node.users and (names is None or name in names)
+    }
+    for name, node in unused.items():
+        ep.graph.erase_node(node)
+        ep.state_dict.pop(name, None)
+        ep.constants.pop(name, None)
+    specs = ep.graph_signature.input_specs
+    specs[:] = [spec for spec in specs if spec.kind not in CONSTANT_KINDS or spec.target not in unused]

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from eyas.kernels import panel_linear
 from eyas.lowering.content_cache import ContentCache, default_root
-from eyas.lowering.cpu_kernels import LIBRARY, build_library
+from eyas.lowering.cpu_kernels import SHARED, build_library
 from eyas.runtime.native import Tensor, libtorch
 
 ROTATED_BYTES = 96 << 20  # more than the caches of the machines we know
@@ -31,7 +31,7 @@ class KernelLibrary:
     def __init__(self):
         libtorch()
         folder = build_library(ContentCache(default_root()))
-        self._lib = ctypes.CDLL(str(folder / f"lib{LIBRARY}.so"))
+        self._lib = ctypes.CDLL(str(folder / SHARED))
 
     def __call__(self, name: str, *arguments: Tensor | int | float) -> Tensor:
         """Calls ``aoti_torch_cpu_<name>``. Raises ``RuntimeError`` where the kernel refuses its arguments."""
