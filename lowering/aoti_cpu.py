@@ -14,57 +14,85 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from eyas.lowering.content_cache import ContentCache, key_of
-from eyas.lowering.cpu_kernels import LIBRARY, build_library, c_shims
+from eyas.lowering.cpu_kernels import (
+    LIBRARY,
+    KernelLibraries,
+    build_libraries,
+    c_shims,
+    defined_symbols,
+    undefined_symbols,
+)
 from eyas.lowering.environment import machine, versions
 from eyas.passes.printer import SMALL, print_method
 from eyas.passes.program import constant_nodes, constant_specs, constant_value
 from eyas.runtime.payload import DEVICE_TYPES, Constant, storage_key
 
 
+HOSTS = ("eyas", "torch")  # who implements AOTInductor's C interface for a program; see ``eyas.runtime.native.Host``
+
+
 @dataclass(frozen=True)
 class CompiledMethod:
-    """``code``: the shared library's file. ``constants``: what it must be given. ``cached``: whether nothing was compiled."""
+    """``code``: the shared library's file. ``constants``: what it must be given. ``cached``: whether nothing was compiled.
+
+    ``missing``: functions that the host it was linked for does not have; the method runs only if there are none.
+    """
 
     code: Path
     constants: tuple[Constant, ...]
     cached: bool
+    missing: tuple[str, ...]
 
 
 OPTIONS = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.package_constants_on_disk_format": "pickle_weights",
-    "aot_inductor.custom_op_libs": [LIBRARY],
 }
 
 
-def compile_method(ep: ExportedProgram, cache: ContentCache) -> CompiledMethod:
-    """Compiles a method whose graph passes have finished.
+def compile_method(ep: ExportedProgram, cache: ContentCache, host: str = "eyas") -> CompiledMethod:
+    """Compiles a method whose graph passes have finished, for a host of ``HOSTS``.
 
     The cache key is the method's printed graph, the shapes of its constants and all of the small ones' values, the
     options, the versions and the machine: not the weights, which the native code never holds.
     """
-    key = key_of(print_method(ep, with_values=True), sorted(OPTIONS), machine(), versions(), build_library(cache).name)
+    libraries = build_libraries(cache)
+    graph = print_method(ep, with_values=True)
+    key = key_of(graph, OPTIONS, host, machine(), versions(), libraries.key, Path(__file__).read_text())
 
     def fill(folder: Path) -> None:
-        with inductor_environment(cache):
-            code, constants = run_inductor(ep)
+        with inductor_environment(cache, libraries):
+            code, constants = run_inductor(ep, host, libraries)
             shutil.copyfile(code, folder / "method.so")
             shutil.rmtree(code.parent, ignore_errors=True)
-        (folder / "constants.json").write_text(json.dumps([asdict(c) for c in constants]))
+        missing = () if host == "torch" else missing_from_host(folder / "method.so", libraries)
+        facts = {"constants": [asdict(c) for c in constants], "missing": sorted(missing)}
+        (folder / "facts.json").write_text(json.dumps(facts))
 
     folder, cached = cache.get_or_put("methods", key, fill)
-    records = json.loads((folder / "constants.json").read_text())
-    constants = tuple(Constant(**{**r, "sizes": tuple(r["sizes"]), "strides": tuple(r["strides"])}) for r in records)
-    return CompiledMethod(folder / "method.so", constants, cached)
+    facts = json.loads((folder / "facts.json").read_text())
+    constants = tuple(
+        Constant(**{**c, "sizes": tuple(c["sizes"]), "strides": tuple(c["strides"])}) for c in facts["constants"]
+    )
+    return CompiledMethod(folder / "method.so", constants, cached, tuple(facts["missing"]))
+
+
+def missing_from_host(code: Path, libraries: KernelLibraries) -> set[str]:
+    """Functions of torch that a method needs and the small host does not have."""
+    needed = {
+        name
+        for name in undefined_symbols(code)
+        if name.startswith(("aoti_", "Sleef_")) or "at6" in name or "c10" in name
+    }
+    return needed - defined_symbols(libraries.host)
 
 
 @contextlib.contextmanager
-def inductor_environment(cache: ContentCache) -> Iterator[None]:
-    """Points the compiler at our kernels, and its own working files at our cache."""
-    library = str(build_library(cache))
+def inductor_environment(cache: ContentCache, libraries: KernelLibraries) -> Iterator[None]:
+    """Points the compiler at our libraries, and its own working files at our cache."""
     values = {
-        "LIBRARY_PATH": os.pathsep.join(filter(None, [library, os.environ.get("LIBRARY_PATH")])),
+        "LIBRARY_PATH": os.pathsep.join(filter(None, [str(libraries.folder), os.environ.get("LIBRARY_PATH")])),
         "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
     }
     before = {name: os.environ.get(name) for name in values}
@@ -79,14 +107,20 @@ def inductor_environment(cache: ContentCache) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def run_inductor(ep: ExportedProgram) -> tuple[Path, list[Constant]]:
-    """The shared library and its constants. Raises ``RuntimeError`` where AOTInductor leaves an operator without a kernel."""
+def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries) -> tuple[Path, list[Constant]]:
+    """The shared library and its constants. Raises ``RuntimeError`` for a constant that no buffer of the model holds."""
     inputs = tuple(
         node.meta["val"]
         for node in ep.graph.nodes
         if node.op == "placeholder" and node.name in ep.graph_signature.user_inputs
     )
-    options = {**OPTIONS, "aot_inductor.custom_ops_to_c_shims": c_shims()}
+    linked = [LIBRARY] if host == "torch" else [LIBRARY, libraries.host.stem.removeprefix("lib")]
+    options = {
+        **OPTIONS,
+        "aot_inductor.custom_ops_to_c_shims": c_shims(),
+        "aot_inductor.custom_op_libs": linked,
+        "aot_inductor.link_libtorch": host == "torch",
+    }
     with torch.no_grad(), fake_constants_allowed():
         results = torch._inductor.aot_compile(ep.module(), inputs, options=options)
     code = next(Path(r) for r in results if isinstance(r, str) and r.endswith(".so"))

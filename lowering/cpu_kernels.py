@@ -1,18 +1,22 @@
-"""Builds the C++ bodies of the cpu operators into a static library that every compiled method links."""
+"""Builds what compiled methods for cpu are linked from: the operators' C++ bodies, and the host of their tensors."""
 
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import eyas.kernels
+import eyas.runtime.native
 from eyas.lowering.content_cache import ContentCache, key_of
 from eyas.lowering.environment import machine
 
-LIBRARY = "eyas_cpu"
-SHARED = "eyas_cpu_kernels.so"  # not lib*.so, which a linker would prefer to the static library
+LIBRARY = "eyas_cpu"  # the operators, linked into each method
+HOST_PREFIX = "eyas_host_"
+KERNELS = "eyas_cpu_kernels.so"  # the same as a library of its own, for tests and timings
 SOURCES = Path(eyas.kernels.__file__).parent / "cpu"
+HOST_SOURCE = Path(eyas.runtime.native.__file__).parent / "aoti_host.cpp"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-Wall")
 C_TYPES = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double", "bool": "int32_t"}
 
@@ -29,29 +33,62 @@ def compiler() -> str:
         ) from error
 
 
-def build_library(cache: ContentCache) -> Path:
-    """The folder that holds ``libeyas_cpu.a``, and the same as a shared library, for this machine; built on first use."""
+@dataclass(frozen=True)
+class KernelLibraries:
+    """What a method for cpu is linked from: ``folder``, and the host library's file in it, whose name tells its build."""
+
+    folder: Path
+    host: Path
+
+    @property
+    def key(self) -> str:
+        """The hash of what they were built from."""
+        return self.folder.name
+
+    @property
+    def kernels(self) -> Path:
+        """The operators as a shared library."""
+        return self.folder / KERNELS
+
+
+def build_libraries(cache: ContentCache) -> KernelLibraries:
+    """The libraries for this machine, built on first use. Raises ``RuntimeError`` where the compiler fails."""
     cxx = compiler()
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
-    sources = sorted(SOURCES.iterdir())
+    sources = [HOST_SOURCE, *sorted(SOURCES.iterdir())]
     built_by = Path(__file__).read_text()
     key = key_of(version, torch.__version__, machine(), built_by, *(p.read_text() for p in sources))
+    host_name = f"lib{HOST_PREFIX}{key[:12]}.so"
 
     def fill(folder: Path) -> None:
         include = Path(torch.__file__).parent / "include"
-        objects = []
+        objects = {}
         for source in sources:
             if source.suffix == ".cpp":
-                target = folder / (source.stem + ".o")
-                run([cxx, *FLAGS, f"-I{include}", "-c", str(source), "-o", str(target)])
-                objects.append(str(target))
-        run([shutil.which("ar") or "ar", "rcs", str(folder / f"lib{LIBRARY}.a"), *objects])
-        # undefined symbols are torch's; whoever loads the shared form has torch's libraries loaded
-        run([cxx, "-shared", "-fopenmp", *objects, "-o", str(folder / SHARED)])
-        for target in objects:
+                objects[source.stem] = str(folder / (source.stem + ".o"))
+                run([cxx, *FLAGS, f"-I{include}", "-c", str(source), "-o", objects[source.stem]])
+        host = objects.pop(HOST_SOURCE.stem)
+        run([cxx, "-shared", host, f"-Wl,-soname,{host_name}", "-o", str(folder / host_name)])
+        run([shutil.which("ar") or "ar", "rcs", str(folder / f"lib{LIBRARY}.a"), *objects.values()])
+        link = ["-shared", "-fopenmp", *objects.values(), str(folder / host_name)]
+        run([cxx, *link, "-o", str(folder / KERNELS)])
+        for target in (host, *objects.values()):
             Path(target).unlink()
 
-    return cache.get_or_put("cpu_kernels", key, fill)[0]
+    folder, _ = cache.get_or_put("cpu_kernels", key, fill)
+    return KernelLibraries(folder, folder / host_name)
+
+
+def undefined_symbols(library: Path) -> set[str]:
+    """Names that a shared library needs from others."""
+    done = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
+    return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.strip()}
+
+
+def defined_symbols(library: Path) -> set[str]:
+    """Names that a shared library offers."""
+    done = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
+    return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.strip()}
 
 
 def run(command: list[str]) -> None:

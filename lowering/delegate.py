@@ -11,20 +11,22 @@ from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 
+from eyas.runtime.artifact import HOST_KEY
 from eyas.runtime.payload import Constant, encode
 
 _payloads: Mapping[str, tuple[Path, tuple[Constant, ...]]] = {}
+_host: Path | None = None
 
 
 @contextlib.contextmanager
-def payloads(methods: Mapping[str, tuple[Path, tuple[Constant, ...]]]) -> Iterator[None]:
-    """What the delegate finds for each method while it is lowered: the native code's file and its constants."""
-    global _payloads
-    before, _payloads = _payloads, methods
+def payloads(methods: Mapping[str, tuple[Path, tuple[Constant, ...]]], host: Path | None) -> Iterator[None]:
+    """What the delegate finds while it is lowered: each method's native code and constants, and the host library, if any."""
+    global _payloads, _host
+    before, (_payloads, _host) = (_payloads, _host), (methods, host)
     try:
         yield
     finally:
-        _payloads = before
+        _payloads, _host = before
 
 
 @final
@@ -39,6 +41,8 @@ class CpuBackend(BackendDetails):
         key = hashlib.sha256(code).hexdigest() + "_so_blob"
         store = NamedDataStore()
         store.add_named_data(key, code, 1, None)
+        if _host is not None:
+            store.add_named_data(HOST_KEY, _host.read_bytes(), 1, None)
         return PreprocessResult(
             processed_bytes=encode(key, list(constants)),
             debug_handle_map={},

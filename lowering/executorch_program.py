@@ -12,9 +12,6 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from eyas.lowering.aoti_cpu import CompiledMethod
-from eyas.runtime.payload import encode
-
-BACKEND = "CpuBackend"
 
 
 @torch.library.custom_op("eyas::compiled_method", mutates_args=())
@@ -76,14 +73,16 @@ def write_program(
     methods: Mapping[str, tuple[ExportedProgram, int]],
     compiled: Mapping[str, CompiledMethod],
     constant_methods: Mapping[str, object],
+    host: Path | None,
 ) -> None:
-    """Writes the ``.pte``. ``methods``: name -> (traced method, its largest number of rows)."""
+    """Writes the ``.pte``. ``methods``: name -> (traced method, its largest number of rows). ``host``: the library that
+    implements AOTInductor's interface for them, None where that is torch's."""
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 
     from eyas.lowering.delegate import CpuPartitioner, payloads
 
     stubs = {name: stub_of(name, ep, rows) for name, (ep, rows) in methods.items()}
-    with payloads({name: (method.code, method.constants) for name, method in compiled.items()}):
+    with payloads({name: (method.code, method.constants) for name, method in compiled.items()}, host):
         edge = to_edge_transform_and_lower(
             stubs,
             partitioner={name: [CpuPartitioner(name)] for name in stubs},
@@ -93,6 +92,3 @@ def write_program(
         program = edge.to_executorch(ExecutorchBackendConfig(extract_delegate_segments=True))
     with open(path, "wb") as file:
         program.write_to_file(file)
-
-
-__all__ = ["BACKEND", "encode", "write_program"]

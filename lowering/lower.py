@@ -17,7 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eyas.lowering.aoti_cpu import HOSTS, CompiledMethod, compile_method, release_constants
 from eyas.lowering.content_cache import ContentCache, default_root, file_sha256, key_of
+from eyas.lowering.cpu_kernels import build_libraries
 from eyas.lowering.data_file import write_data_file
 from eyas.lowering.environment import machine, versions
 from eyas.lowering.pipelines import pipeline_for
@@ -101,6 +103,7 @@ class Plan:
     derived: Mapping[str, Derived]
     sharing: list[dict[str, object]]
     native_code: Mapping[str, str]
+    host: Mapping[str, str]
     passes: list[dict[str, object]]
 
     def to_json(self) -> dict[str, object]:
@@ -221,7 +224,6 @@ class Lowering:
 
     def make_program(self, key: str, data: Path) -> Path:
         """Traces, rewrites and compiles. Writes the data file, and everything else as an entry of the cache; returns that."""
-        from eyas.lowering.aoti_cpu import compile_method, release_constants
         from eyas.lowering.executorch_program import write_program
 
         program = Program({}, constant_methods(self.limits, self.checkpoint, self.draft))
@@ -238,26 +240,44 @@ class Lowering:
         sharing = [buffer_json(program.sharing[name]) for name in names]
         derived = {name: program.derived[name] for name in names if name in program.derived}
         passes = [{"pass": r.spec, "rewrites": r.rewrites, "nodes": r.nodes_after} for r in self.report.passes]
-        plan = Plan(names, derived, sharing, {}, passes)
+        plan = Plan(names, derived, sharing, {}, {}, passes)
         with self.stage("write data"):
             write_constants(data, plan, program.constants())
             for ep in program.methods.values():
                 release_constants(ep)
             trim_memory()
-        compiled = {}
-        for method, ep in program.methods.items():
-            with self.stage(f"compile {method}"):
-                compiled[method] = compile_method(ep, self.cache)
-            self.report.cached[method] = compiled[method].cached
-        plan = replace(plan, native_code={method: file_sha256(c.code) for method, c in compiled.items()})
+        compiled, host = self.compile(program)
+        facts = {"kind": "torch"}
+        if host is not None:
+            facts = {"kind": "eyas", "name": host.name, "sha256": file_sha256(host)}
+        code = {method: file_sha256(c.code) for method, c in compiled.items()}
+        plan = replace(plan, native_code=code, host=facts)
 
         def fill(entry: Path) -> None:
             rows = {name: (ep, self.limits.rows(name)) for name, ep in program.methods.items()}
-            write_program(entry / PROGRAM, rows, compiled, program.constant_methods)
+            write_program(entry / PROGRAM, rows, compiled, program.constant_methods, host)
             (entry / PLAN).write_text(json.dumps(plan.to_json()))
 
         with self.stage("program file"):
             return self.cache.put("programs", key, fill)
+
+    def compile(self, program: Program) -> tuple[dict[str, CompiledMethod], Path | None]:
+        """Native code of every method, and the library that hosts its tensors; None where that must be torch's."""
+        for host in HOSTS:
+            compiled, missing = {}, []
+            for method, ep in program.methods.items():
+                with self.stage(f"compile {method}"):
+                    compiled[method] = compile_method(ep, self.cache, host)
+                self.report.cached[method] = compiled[method].cached
+                missing = compiled[method].missing
+                if missing:
+                    self.progress.note(
+                        f"method {method} needs torch's {', '.join(missing[:3])}; the program will need torch to run"
+                    )
+                    break
+            if not missing:
+                return compiled, build_libraries(self.cache).host if host == "eyas" else None
+        raise AssertionError("torch lacks nothing")
 
     def manifest(self, plan: Plan, tokenizer: TokenizerFacts, folder: Path) -> dict[str, object]:
         """What the artifact says of itself; see ``eyas.runtime.artifact`` for who reads it."""
@@ -270,6 +290,7 @@ class Lowering:
                 for name in (PROGRAM, DATA, TOKENIZER)
             },
             "native_code": plan.native_code,
+            "host": plan.host,
             "device": {"type": self.request.device, **machine()},
             "versions": versions(),
             "target": {"name": self.request.target, **checkpoint.identity},

@@ -136,9 +136,7 @@ def replace_node(ep: ExportedProgram, old: Node, new: Node) -> None:
 def remove_unused_constants(ep: ExportedProgram, names: Collection[str] | None = None) -> None:
     """Drops the constants (those of ``names``, or all) that nothing in the method reads."""
     unused = {
-        name: node
-        for name, node in constant_nodes(ep).items()
-        if not node.users and (names is None or name in names)
+        name: node for name, node in constant_nodes(ep).items() if not node.users and (names is None or name in names)
     }
     for name, node in unused.items():
         ep.graph.erase_node(node)

@@ -13,12 +13,13 @@ import numpy as np
 
 from eyas.runtime.buffers import BufferPool
 from eyas.runtime.container_files import MethodSpec, ProgramFile
-from eyas.runtime.native import NAMES, Container, Tensor
+from eyas.runtime.native import NAMES, Container, Host, Tensor
 from eyas.runtime.payload import decode, storage_key
 
 FORMAT, FORMAT_VERSION = "eyas-artifact", 1
 MANIFEST, PROGRAM, DATA, TOKENIZER = "manifest.json", "model.pte", "model.ptd", "tokenizer.json"
 BACKENDS = {"CpuBackend": "cpu"}
+HOST_KEY = "eyas_host"  # the program file's name for the host library's bytes
 
 
 class ArtifactError(ValueError):
@@ -91,11 +92,15 @@ class Artifact:
             raise ArtifactError(
                 f"{self.path} needs instruction sets that this machine lacks: {', '.join(lacking)}; lower again here"
             )
+        if self.manifest["host"]["kind"] != "torch":
+            return
         made_with = self.manifest["versions"]["torch"]
         try:
             here = version("torch")
         except PackageNotFoundError:
-            raise ArtifactError("running a program needs PyTorch's libraries; pip install torch") from None
+            raise ArtifactError(
+                f"{self.path} needs PyTorch's libraries, torch {made_with}; pip install torch"
+            ) from None
         if here.split("+")[0].split(".")[:2] != made_with.split("+")[0].split(".")[:2]:
             raise ArtifactError(
                 f"{self.path} was lowered with torch {made_with}, installed is {here}; "
@@ -137,7 +142,8 @@ class Method:
         """Runs the method. Raises ``TypeError`` for a wrong number or dtype, ``ValueError`` for a wrong shape."""
         if len(inputs) != len(self.spec.inputs):
             raise TypeError(f"method {self.name!r} takes {len(self.spec.inputs)} inputs, got {len(inputs)}")
-        tensors = [value if isinstance(value, Tensor) else Tensor.of(np.asarray(value)) for value in inputs]
+        host = self._container.host
+        tensors = [value if isinstance(value, Tensor) else Tensor.of(host, np.asarray(value)) for value in inputs]
         rows = set()
         for i, (tensor, spec) in enumerate(zip(tensors, self.spec.inputs)):
             if tensor.dtype != NAMES[spec.dtype]:
@@ -166,16 +172,18 @@ class Program:
         file = ProgramFile(artifact.path / PROGRAM)
         self.constants = file.constants
         mutable = [storage_key("cpu", b["name"]) for b in manifest["sharing"] if b["writers"]]
-        self.buffers = BufferPool(artifact.path / DATA, mutable)
         self.methods: dict[str, Method] = {}
         with tempfile.TemporaryDirectory(prefix="eyas-") as folder:  # private to this user; gone once it is mapped
+            self.host = open_host(file, manifest["host"], Path(folder))
+            self.buffers = BufferPool(self.host, artifact.path / DATA, mutable)
             for name, spec in file.methods.items():
                 if spec.backend not in BACKENDS:
                     raise ArtifactError(
                         f"method {name!r} is for the delegate {spec.backend!r}; this runtime has {', '.join(BACKENDS)}"
                     )
                 key, constants = decode(spec.payload)
-                container = Container(unpack(file, key, manifest["native_code"].get(name), Path(folder) / f"{name}.so"))
+                code = unpack(file, key, manifest["native_code"].get(name), Path(folder) / f"{name}.so")
+                container = Container(self.host, code)
                 container.bind({c.name: self.buffers.tensor(c) for c in constants})
                 ranges = manifest["methods"][name]
                 self.methods[name] = Method(spec, (ranges["min_rows"], ranges["max_rows"]), container)
@@ -189,6 +197,13 @@ class Program:
     def reset(self) -> None:
         """Forgets all cached positions."""
         self.buffers.reset()
+
+
+def open_host(file: ProgramFile, facts: Mapping[str, str], folder: Path) -> Host:
+    """The host that a program was linked for: torch's library, or the small one that travels in the program file."""
+    if facts["kind"] == "torch":
+        return Host.torch()
+    return Host.load(unpack(file, HOST_KEY, facts["sha256"], folder / facts["name"]))
 
 
 def unpack(file: ProgramFile, key: str, expected: str | None, path: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from eyas.runtime.container_files import ContainerError, DataFile
-from eyas.runtime.native import DTYPES, NAMES, Tensor
+from eyas.runtime.native import DTYPES, NAMES, Host, Tensor
 from eyas.runtime.payload import Constant
 
 
@@ -18,8 +18,9 @@ class BufferPool:
     that memory, so that the next read sees the file's initial values again.
     """
 
-    def __init__(self, path: Path, mutable: Iterable[str]):
+    def __init__(self, host: Host, path: Path, mutable: Iterable[str]):
         """``mutable``: storage keys of the buffers that some method writes."""
+        self._host = host
         self._file = DataFile(path, writable=True)
         self._tensors: dict[str, tuple[Constant, Tensor]] = {}
         self._mutable = frozenset(mutable)
@@ -45,7 +46,7 @@ class BufferPool:
             raise ContainerError(f"{key} has {len(data)} bytes, its method expects {constant.nbytes}")
         steps = tuple(step * kind.itemsize for step in constant.strides)
         array = np.ndarray(constant.sizes, kind, data, constant.offset * kind.itemsize, steps)
-        tensor = Tensor.of(array, NAMES[constant.dtype])
+        tensor = Tensor.of(self._host, array, NAMES[constant.dtype])
         self._tensors[key] = constant, tensor
         return tensor
 

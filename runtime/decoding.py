@@ -25,6 +25,7 @@ class GreedyDecoder:
         stop = program.constants["get_stop_ids"]
         self.stop_ids = frozenset(stop if isinstance(stop, list) else [stop])
         self.statistics = Statistics()
+        self._proposed = 0  # proposals of the last round
 
     def generate(
         self, ids: Sequence[int], max_new_tokens: int = 128, stop_ids: Iterable[int] | None = None
@@ -158,7 +159,7 @@ class SpeculativeDecoder(GreedyDecoder):
     def _reseed(self, following: list[int], feature: Tensor, start: int) -> None:
         """Draft rows for positions ``start..`` that the target has seen: ``following[i]`` is the token after position start + i."""
         ids, g = self.draft(tokens(following), feature, positions(start, len(following)))
-        self._seeded = int(ids.array[0, -1]), last_row(g)
+        self._seeded = int(ids.array[0, -1]), g.part(np.s_[:, -1:])
 
     def _round(self, anchor: int, position: int, chain: int) -> list[int]:
         if chain == 0 or self._seeded is None:
@@ -176,8 +177,7 @@ class SpeculativeDecoder(GreedyDecoder):
         while accepted < chain and proposals[accepted] == window[accepted]:
             accepted += 1
         block = window[: accepted + 1]
-        kept = Tensor.of(feature.array[:, : accepted + 1], feature.dtype)
-        self._reseed(block, kept, position)
+        self._reseed(block, feature.part(np.s_[:, : accepted + 1]), position)
         self.statistics.verify_seconds += verified - drafted
         self.statistics.draft_seconds += (drafted - start) + (perf_counter() - verified)
         return block
@@ -201,8 +201,3 @@ def tokens(ids: Sequence[int]) -> np.ndarray:
 def positions(start: int, rows: int) -> np.ndarray:
     """int64 ``[M]``: consecutive positions."""
     return np.arange(start, start + rows, dtype=np.int64)
-
-
-def last_row(tensor: Tensor) -> Tensor:
-    """The last row of ``[1, M, H]`` as ``[1, 1, H]``, over the same memory."""
-    return Tensor.of(tensor.array[:, -1:], tensor.dtype)

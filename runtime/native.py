@@ -1,11 +1,12 @@
 """Tensors and compiled methods over AOTInductor's C interface, without importing torch.
 
-A compiled method needs torch's shared libraries, not its Python package: loading only those takes a fifth of the time
-and half of the memory of ``import torch``.
+A compiled method needs some thirty functions of that interface. A program whose operators are all the compiler's own
+loops and our kernels gets them from a small library that travels with it; others get them from torch's.
 """
 
 import ctypes
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
@@ -30,32 +31,52 @@ NAMES = {code: name for name, (code, _) in DTYPES.items()}
 CPU = 0
 
 
-@cache
-def libtorch() -> ctypes.CDLL:
-    """torch's CPU library, loaded once, its symbols visible to the programs that are loaded later."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise RuntimeError("running a program needs PyTorch's libraries, and torch is not installed; pip install torch")
-    folder = Path(spec.submodule_search_locations[0]) / "lib"
-    ctypes.CDLL(str(folder / "libc10.so"), mode=ctypes.RTLD_GLOBAL)
-    lib = ctypes.CDLL(str(folder / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
-    signatures = {
-        "aoti_torch_create_tensor_from_blob": [
-            c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), c_int64, c_int32, c_int32, c_int32, POINTER(c_void_p),
-        ],
-        "aoti_torch_delete_tensor_object": [c_void_p],
-        "aoti_torch_new_tensor_handle": [c_void_p, POINTER(c_void_p)],
-        "aoti_torch_get_data_ptr": [c_void_p, POINTER(c_void_p)],
-        "aoti_torch_get_dim": [c_void_p, POINTER(c_int64)],
-        "aoti_torch_get_dtype": [c_void_p, POINTER(c_int32)],
-        "aoti_torch_get_sizes": [c_void_p, POINTER(POINTER(c_int64))],
-        "aoti_torch_get_strides": [c_void_p, POINTER(POINTER(c_int64))],
-    }  # fmt: skip
-    for name, arguments in signatures.items():
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, c_int32
-        function.errcheck = _check
-    return lib
+class Host:
+    """Who implements AOTInductor's C interface: torch's own library, or ``aoti_host.cpp``, which needs no torch.
+
+    Tensor handles of one host mean nothing to another, so a program and its tensors keep to one.
+    """
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library  # not unloaded: a tensor may outlive every program
+        for name, arguments in HOST_FUNCTIONS.items():
+            function = getattr(library, "aoti_torch_" + name)
+            function.argtypes, function.restype, function.errcheck = arguments, c_int32, _check
+            setattr(self, name, function)
+
+    @classmethod
+    @cache
+    def torch(cls) -> "Host":
+        """torch's CPU library, without its Python package. Raises ``RuntimeError`` where torch is not installed."""
+        spec = importlib.util.find_spec("torch")
+        if spec is None or not spec.submodule_search_locations:
+            raise RuntimeError("this program needs PyTorch's libraries, and torch is not installed; pip install torch")
+        folder = Path(spec.submodule_search_locations[0]) / "lib"
+        for name in ("libc10.so", "libtorch_cpu.so"):  # methods find them by name once they are loaded
+            library = ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+        return cls(library)
+
+    @classmethod
+    def load(cls, path: Path) -> "Host":
+        """The host library at ``path``; one with the same name that is loaded already is taken instead."""
+        if path.name not in _hosts:
+            _hosts[path.name] = cls(ctypes.CDLL(str(path)))
+        return _hosts[path.name]
+
+
+_hosts: dict[str, Host] = {}
+HOST_FUNCTIONS = {
+    "create_tensor_from_blob": [
+        c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64), c_int64, c_int32, c_int32, c_int32, POINTER(c_void_p),
+    ],
+    "delete_tensor_object": [c_void_p],
+    "new_tensor_handle": [c_void_p, POINTER(c_void_p)],
+    "get_data_ptr": [c_void_p, POINTER(c_void_p)],
+    "get_dim": [c_void_p, POINTER(c_int64)],
+    "get_dtype": [c_void_p, POINTER(c_int32)],
+    "get_sizes": [c_void_p, POINTER(POINTER(c_int64))],
+    "get_strides": [c_void_p, POINTER(POINTER(c_int64))],
+}  # fmt: skip
 
 
 def _check(result: int, function, arguments) -> int:
@@ -67,28 +88,27 @@ def _check(result: int, function, arguments) -> int:
 class _Owner:
     """Holds a tensor handle, and whatever else its memory needs, until nothing refers to it."""
 
-    def __init__(self, handle: int, keep: object):
-        self.handle, self.keep = handle, keep
+    def __init__(self, host: Host, handle: int, keep: object):
+        self.host, self.handle, self.keep = host, handle, keep
 
     def __del__(self):
-        libtorch().aoti_torch_delete_tensor_object(self.handle)
+        self.host.delete_tensor_object(self.handle)
 
 
 class Tensor:
     """A tensor on the host that a program reads or wrote. ``array`` is a view of its memory, which lives as long as the
     tensor or any such view. bfloat16 elements appear as uint16."""
 
-    def __init__(self, handle: int, keep: object = None):
+    def __init__(self, host: Host, handle: int, keep: object = None):
         """Takes over ``handle``; ``keep`` is what the memory behind it belongs to, if not the handle itself."""
-        self._owner = _Owner(handle, keep)
-        lib = libtorch()
+        self._owner = _Owner(host, handle, keep)
         data, ndim, code = c_void_p(), c_int64(), c_int32()
         sizes, strides = POINTER(c_int64)(), POINTER(c_int64)()
-        lib.aoti_torch_get_data_ptr(handle, byref(data))
-        lib.aoti_torch_get_dim(handle, byref(ndim))
-        lib.aoti_torch_get_dtype(handle, byref(code))
-        lib.aoti_torch_get_sizes(handle, byref(sizes))
-        lib.aoti_torch_get_strides(handle, byref(strides))
+        host.get_data_ptr(handle, byref(data))
+        host.get_dim(handle, byref(ndim))
+        host.get_dtype(handle, byref(code))
+        host.get_sizes(handle, byref(sizes))
+        host.get_strides(handle, byref(strides))
         self.dtype = NAMES[code.value]
         self.shape = tuple(sizes[: ndim.value])
         kind = np.dtype(DTYPES[self.dtype][1])
@@ -102,7 +122,7 @@ class Tensor:
         self.array = np.ndarray(self.shape, kind, memory, 0, steps)
 
     @classmethod
-    def of(cls, array: np.ndarray, dtype: str | None = None) -> "Tensor":
+    def of(cls, host: Host, array: np.ndarray, dtype: str | None = None) -> "Tensor":
         """A tensor over ``array``'s memory, not a copy. ``dtype``: torch's name, where numpy has none (bfloat16)."""
         if dtype is None:
             dtype = next((name for name, (_, kind) in DTYPES.items() if np.dtype(kind) == array.dtype), None)
@@ -111,20 +131,28 @@ class Tensor:
         sizes = (c_int64 * array.ndim)(*array.shape)
         strides = (c_int64 * array.ndim)(*(step // array.dtype.itemsize for step in array.strides))
         handle = c_void_p()
-        libtorch().aoti_torch_create_tensor_from_blob(
+        host.create_tensor_from_blob(
             array.ctypes.data, array.ndim, sizes, strides, 0, DTYPES[dtype][0], CPU, 0, byref(handle)
         )
-        return cls(handle.value, keep=array)
+        return cls(host, handle.value, keep=array)
+
+    def part(self, index: object) -> "Tensor":
+        """The tensor of ``array[index]``, over the same memory; a slice, not a single element."""
+        return Tensor.of(self.host, self.array[index], self.dtype)
 
     def new_handle(self) -> c_void_p:
         """Another handle of the same memory, for a call that takes its handles over."""
         handle = c_void_p()
-        libtorch().aoti_torch_new_tensor_handle(self._owner.handle, byref(handle))
+        self.host.new_tensor_handle(self.handle, byref(handle))
         return handle
 
     @property
     def handle(self) -> int:
         return self._owner.handle
+
+    @property
+    def host(self) -> Host:
+        return self._owner.host
 
 
 class Container:
@@ -133,9 +161,10 @@ class Container:
     ``constants``: fully qualified name of each constant -> the name the library knows it by.
     """
 
-    def __init__(self, path: Path):
-        libtorch()
-        self._lib = ctypes.CDLL(str(path))
+    def __init__(self, host: Host, path: Path):
+        self.host = host
+        # its own libraries before the process's: a torch that happens to be loaded must not mix with another host
+        self._lib = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
         self._handle = c_void_p()
         self._bound: list[Tensor] = []
         signatures = {
@@ -181,7 +210,7 @@ class Container:
         handles = (c_void_p * len(inputs))(*(tensor.new_handle() for tensor in inputs))
         outputs = (c_void_p * self.n_outputs)()
         self._RunSingleThreaded(self._handle, handles, len(inputs), outputs, self.n_outputs, None, None)
-        return [Tensor(handle) for handle in outputs]
+        return [Tensor(self.host, handle) for handle in outputs]
 
     def _text(self, function, index: int) -> str:
         text = c_char_p()

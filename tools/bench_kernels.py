@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from ctypes import byref, c_double, c_int64, c_void_p
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -14,8 +13,8 @@ from rich.table import Table
 
 from eyas.kernels import panel_linear
 from eyas.lowering.content_cache import ContentCache, default_root
-from eyas.lowering.cpu_kernels import SHARED, build_library
-from eyas.runtime.native import Tensor, libtorch
+from eyas.lowering.cpu_kernels import build_libraries
+from eyas.runtime.native import Host, Tensor
 
 ROTATED_BYTES = 96 << 20  # more than the caches of the machines we know
 SECONDS = 0.4
@@ -29,9 +28,9 @@ class KernelLibrary:
     """The C++ kernels as functions of ``Tensor``s, without a program around them."""
 
     def __init__(self):
-        libtorch()
-        folder = build_library(ContentCache(default_root()))
-        self._lib = ctypes.CDLL(str(folder / SHARED))
+        libraries = build_libraries(ContentCache(default_root()))
+        self.host = Host.load(libraries.host)
+        self._lib = ctypes.CDLL(str(libraries.kernels))
 
     def __call__(self, name: str, *arguments: Tensor | int | float) -> Tensor:
         """Calls ``aoti_torch_cpu_<name>``. Raises ``RuntimeError`` where the kernel refuses its arguments."""
@@ -42,7 +41,11 @@ class KernelLibrary:
         out = c_void_p()
         if getattr(self._lib, f"aoti_torch_cpu_{name}")(*converted, byref(out)):
             raise RuntimeError(f"kernel {name} refused its arguments")
-        return Tensor(out.value)
+        return Tensor(self.host, out.value)
+
+    def tensor(self, value: torch.Tensor) -> Tensor:
+        """A dense torch tensor as one that kernels take, over the same memory."""
+        return Tensor.of(self.host, value.contiguous().numpy())
 
 
 def median_us(call: Callable[[], object]) -> float:
@@ -71,7 +74,7 @@ def bench_kernels(rows: list[int]) -> dict[str, object]:
         table.add_column(column, justify="right")
     generator = torch.Generator().manual_seed(0)
     for n, k in SHAPES:
-        operands = make_operands(n, k, generator)
+        operands = make_operands(kernels, n, k, generator)
         for m in rows:
             times = {name: median_us(call) for name, call in calls(kernels, operands, n, k, m, generator).items()}
             figures.append({"out": n, "in": k, "rows": m, **times})
@@ -89,13 +92,15 @@ def bench_kernels(rows: list[int]) -> dict[str, object]:
     return {"figures": figures}
 
 
-def make_operands(n: int, k: int, generator: torch.Generator) -> dict[str, Callable[[], object]]:
+def make_operands(
+    kernels: KernelLibrary, n: int, k: int, generator: torch.Generator
+) -> dict[str, Callable[[], object]]:
     dense = torch.randn(n, k, generator=generator)
     int8 = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
     nibbles = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.int32)
     packed4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)
     bytes4 = (nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)).to(torch.uint8)
-    tensor = lambda t: Tensor.of(t.numpy())  # noqa: E731
+    tensor = kernels.tensor
     return {
         "f32": rotating(lambda: tensor(panel_linear.pack_panels(dense)), 4 * n * k),
         "linear": rotating(dense.clone, 4 * n * k),
@@ -108,12 +113,12 @@ def make_operands(n: int, k: int, generator: torch.Generator) -> dict[str, Calla
 
 def calls(kernels, operands, n: int, k: int, m: int, generator) -> dict[str, Callable[[], object]]:
     x = torch.randn(m, k, generator=generator)
-    xb, xt = x.bfloat16(), Tensor.of(x.numpy())
+    xb, xt = x.bfloat16(), kernels.tensor(x)
     scales = torch.rand(n, generator=generator)
     groups = torch.rand(n, k // GROUP, generator=generator)
-    scale_offset = Tensor.of(panel_linear.pack_scale_offset(groups).numpy())
+    scale_offset = kernels.tensor(panel_linear.pack_scale_offset(groups))
     stock = torch.stack([groups.T, groups.T], dim=-1).bfloat16().contiguous()
-    row_scales, stock_scales = Tensor.of(panel_linear.pack_scales(scales).numpy()), scales.bfloat16()
+    row_scales, stock_scales = kernels.tensor(panel_linear.pack_scales(scales)), scales.bfloat16()
     return {
         "f32_panels": lambda: kernels("panel_linear", xt, operands["f32"](), n),
         "f_linear": lambda: F.linear(x, operands["linear"]()),
@@ -131,7 +136,7 @@ def attention_times(kernels, live: int, m: int) -> dict[str, float]:
     q = torch.randn(1, HEADS, m, WIDTH, generator=generator)
     k, v = (torch.randn(1, KV_HEADS, RING, WIDTH, generator=generator) for _ in range(2))
     mask = torch.arange(RING)[None] < live + torch.arange(m)[:, None] - m + 1
-    arrays = [Tensor.of(np.ascontiguousarray(t.numpy())) for t in (q, k, v, mask)]
+    arrays = [kernels.tensor(t) for t in (q, k, v, mask)]
     return {
         "masked_sdpa": median_us(lambda: kernels("masked_sdpa", *arrays, WIDTH**-0.5)),
         "sdpa": median_us(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)),

@@ -1,27 +1,31 @@
 // y[M, N] = x[M, K] @ W[N, K]^T for weights stored in panels: [ceil(N/16), K, 16], float32, int8 or int4.
 //
-// One pass over the weights serves up to kMaxRows rows; every output element is one accumulator that adds
-// its products in the order k = 0 .. K-1, so a row's bits do not depend on how many rows come with it.
-// Threads own whole panels: there is no reduction between threads.
+// One pass over the weights serves up to six rows; every output element is one sum that adds its products in the
+// order k = 0 .. K-1, so a row's bits do not depend on how many rows come with it. Threads own whole panels: there is
+// no reduction between threads.
 
 #include "panels.h"
+
+#include <algorithm>
+#include <type_traits>
 
 namespace eyas {
 namespace {
 
-// A panel of a format answers run<R, V>(x, ldx, K, v, acc): R rows against V vectors of 8 columns from vector v on.
+// A panel of a format answers run(x, ldx, K, acc) for R rows: acc[r] are row r's sixteen sums, each of which adds its
+// products in the order of k, whatever R is.
 
 struct F32Panel {
   const float* w; // [K, 16]
 
-  template <int R, int V>
-  void run(const float* x, int64_t ldx, int64_t K, int v, f32x8 (&acc)[R][V]) const {
+  template <int R>
+  void run(const float* x, int64_t ldx, int64_t K, f32x8 (&acc)[R][2]) const {
     for (int64_t k = 0; k < K; k++) {
-      f32x8 wk[V];
-      for (int i = 0; i < V; i++) wk[i] = load(w + k * kPanel + (v + i) * kLanes);
+      const f32x8 w0 = load(w + k * kPanel), w1 = load(w + k * kPanel + kLanes);
       for (int r = 0; r < R; r++) {
         const f32x8 xk = splat(x[r * ldx + k]);
-        for (int i = 0; i < V; i++) acc[r][i] += wk[i] * xk;
+        acc[r][0] += w0 * xk;
+        acc[r][1] += w1 * xk;
       }
     }
   }
@@ -31,19 +35,20 @@ struct Int8Panel {
   const int8_t* w; // [K, 16]
   const float* scales; // [16]
 
-  template <int R, int V>
-  void run(const float* x, int64_t ldx, int64_t K, int v, f32x8 (&acc)[R][V]) const {
+  template <int R>
+  void run(const float* x, int64_t ldx, int64_t K, f32x8 (&acc)[R][2]) const {
     for (int64_t k = 0; k < K; k++) {
-      f32x8 wk[V];
-      for (int i = 0; i < V; i++) wk[i] = to_float(widen(w + k * kPanel + (v + i) * kLanes));
+      const f32x8 w0 = to_float(widen(w + k * kPanel)), w1 = to_float(widen(w + k * kPanel + kLanes));
       for (int r = 0; r < R; r++) {
         const f32x8 xk = splat(x[r * ldx + k]);
-        for (int i = 0; i < V; i++) acc[r][i] += wk[i] * xk;
+        acc[r][0] += w0 * xk;
+        acc[r][1] += w1 * xk;
       }
     }
-    for (int i = 0; i < V; i++) {
-      const f32x8 s = load(scales + (v + i) * kLanes);
-      for (int r = 0; r < R; r++) acc[r][i] *= s;
+    const f32x8 s0 = load(scales), s1 = load(scales + kLanes);
+    for (int r = 0; r < R; r++) {
+      acc[r][0] *= s0;
+      acc[r][1] *= s1;
     }
   }
 };
@@ -54,20 +59,27 @@ struct Int4Panel {
   const float* scale_offset; // [groups, 2, 16]
   int64_t group;
 
-  template <int R, int V>
-  void run(const float* x, int64_t ldx, int64_t K, int v, f32x8 (&acc)[R][V]) const {
+  template <int R>
+  void run(const float* x, int64_t ldx, int64_t K, f32x8 (&acc)[R][2]) const {
     for (int64_t begin = 0, g = 0; begin < K; begin += group, g++) {
-      const float* so = scale_offset + g * 2 * kPanel + v * kLanes;
-      const int64_t end = begin + group < K ? begin + group : K;
+      const float* so = scale_offset + g * 2 * kPanel;
+      const f32x8 s0 = load(so), s1 = load(so + kLanes);
+      const f32x8 o0 = load(so + kPanel), o1 = load(so + kPanel + kLanes);
+      const int64_t end = std::min(begin + group, K);
       for (int64_t k = begin; k < end; k += 2) {
+        const uint8_t* p = w + k / 2 * kPanel;
+        const i32x8 q0 = widen(p), q1 = widen(p + kLanes);
+        const f32x8 even0 = to_float(q0 & 15) * s0 + o0, even1 = to_float(q1 & 15) * s1 + o1;
+        const f32x8 odd0 = to_float(q0 >> 4) * s0 + o0, odd1 = to_float(q1 >> 4) * s1 + o1;
         const bool has_odd = k + 1 < K;
-        for (int i = 0; i < V; i++) {
-          const f32x8 s = load(so + i * kLanes), o = load(so + kPanel + i * kLanes);
-          const i32x8 q = widen(w + k / 2 * kPanel + (v + i) * kLanes);
-          const f32x8 even = to_float(q & 15) * s + o, odd = to_float(q >> 4) * s + o;
-          for (int r = 0; r < R; r++) acc[r][i] += even * splat(x[r * ldx + k]);
+        for (int r = 0; r < R; r++) {
+          const f32x8 xe = splat(x[r * ldx + k]);
+          acc[r][0] += even0 * xe;
+          acc[r][1] += even1 * xe;
           if (has_odd) {
-            for (int r = 0; r < R; r++) acc[r][i] += odd * splat(x[r * ldx + k + 1]);
+            const f32x8 xo = splat(x[r * ldx + k + 1]);
+            acc[r][0] += odd0 * xo;
+            acc[r][1] += odd1 * xo;
           }
         }
       }
@@ -75,52 +87,40 @@ struct Int4Panel {
   }
 };
 
-// R rows against the first `columns` columns from vector v on.
-template <int R, int V, typename Panel>
-void block(const Panel& panel, const float* x, int64_t ldx, int64_t K, int v, float* y, int64_t ldy, int64_t columns) {
-  f32x8 acc[R][V];
-  for (int r = 0; r < R; r++) {
-    for (int i = 0; i < V; i++) acc[r][i] = splat(0.0f);
-  }
-  panel.template run<R, V>(x, ldx, K, v, acc);
-  const int64_t first = v * kLanes, n = columns - first < V * kLanes ? columns - first : V * kLanes;
-  for (int r = 0; r < R && n > 0; r++) std::memcpy(y + r * ldy + first, acc[r], n * sizeof(float));
-}
-
-// Sixteen vector registers hold six rows of two vectors, or eight rows of one: each weight is widened once for all of them.
 template <int R, typename Panel>
 void rows(const Panel& panel, const float* x, int64_t ldx, int64_t K, float* y, int64_t ldy, int64_t columns) {
-  if constexpr (R <= 6) {
-    block<R, 2>(panel, x, ldx, K, 0, y, ldy, columns);
-  } else {
-    block<R, 1>(panel, x, ldx, K, 0, y, ldy, columns);
-    block<R, 1>(panel, x, ldx, K, 1, y, ldy, columns);
-  }
+  f32x8 acc[R][2];
+  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = splat(0.0f);
+  panel.template run<R>(x, ldx, K, acc);
+  for (int r = 0; r < R; r++) std::memcpy(y + r * ldy, acc[r], columns * sizeof(float));
 }
 
+// All M rows of one panel, at most six at a time: their sums and a panel's k fill the sixteen vector registers.
 template <typename Panel>
-void panel_rows(
+void all_rows(
     const Panel& panel, const float* x, int64_t ldx, int64_t M, int64_t K, float* y, int64_t ldy, int64_t columns) {
-  int64_t m = 0;
-  for (; M - m > 8; m += 6) rows<6>(panel, x + m * ldx, ldx, K, y + m * ldy, ldy, columns);
-  x += m * ldx;
-  y += m * ldy;
-  switch (M - m) {
-    case 1: return rows<1>(panel, x, ldx, K, y, ldy, columns);
-    case 2: return rows<2>(panel, x, ldx, K, y, ldy, columns);
-    case 3: return rows<3>(panel, x, ldx, K, y, ldy, columns);
-    case 4: return rows<4>(panel, x, ldx, K, y, ldy, columns);
-    case 5: return rows<5>(panel, x, ldx, K, y, ldy, columns);
-    case 6: return rows<6>(panel, x, ldx, K, y, ldy, columns);
-    case 7: return rows<7>(panel, x, ldx, K, y, ldy, columns);
-    case 8: return rows<8>(panel, x, ldx, K, y, ldy, columns);
+  auto take = [&](auto R) {
+    rows<R.value>(panel, x, ldx, K, y, ldy, columns);
+    x += R.value * ldx;
+    y += R.value * ldy;
+    M -= R.value;
+  };
+  while (M > 8) take(std::integral_constant<int, 6>{});
+  if (M > 6) take(std::integral_constant<int, 4>{}); // 4 + 3 and 4 + 4 keep more sums in flight than 6 + 1 and 6 + 2
+  switch (M) {
+    case 1: return take(std::integral_constant<int, 1>{});
+    case 2: return take(std::integral_constant<int, 2>{});
+    case 3: return take(std::integral_constant<int, 3>{});
+    case 4: return take(std::integral_constant<int, 4>{});
+    case 5: return take(std::integral_constant<int, 5>{});
+    case 6: return take(std::integral_constant<int, 6>{});
     default: return;
   }
 }
 
-// make(p) returns panel p. The output keeps x's leading dimensions.
-template <typename Make>
-AOTITorchError linear(AtenTensorHandle x_handle, int64_t N, Make make, AtenTensorHandle* out) {
+// panel(p) gives panel p.
+template <typename MakePanel>
+AOTITorchError linear(AtenTensorHandle x_handle, int64_t N, MakePanel panel, AtenTensorHandle* out) {
   View x;
   if (view(x_handle, x) || x.ndim != 2 || !x.row_major()) return AOTI_TORCH_FAILURE;
   const int64_t M = x.sizes[0], K = x.sizes[1], ldx = x.strides[0];
@@ -132,8 +132,8 @@ AOTITorchError linear(AtenTensorHandle x_handle, int64_t N, Make make, AtenTenso
   const int64_t panels = (N + kPanel - 1) / kPanel;
 #pragma omp parallel for schedule(static)
   for (int64_t p = 0; p < panels; p++) {
-    const int64_t columns = N - p * kPanel < kPanel ? N - p * kPanel : kPanel;
-    panel_rows(make(p), x.as<const float>(), ldx, M, K, y + p * kPanel, N, columns);
+    const int64_t columns = std::min(N - p * kPanel, kPanel);
+    all_rows(panel(p), x.as<const float>(), ldx, M, K, y + p * kPanel, N, columns);
   }
   return AOTI_TORCH_SUCCESS;
 }
