@@ -100,13 +100,13 @@ TARGETS: dict[str, TargetSpec] = {
         ),
         TargetSpec(
             "tiny_gemma3",
-            "random Gemma 3 of 6 layers, window 8, for tests",
+            "random Gemma 3 of 4 layers, window 8, for tests",
             "eyas.models.tiny_targets",
             {"family": "gemma3"},
         ),
         TargetSpec(
             "tiny_gemma4",
-            "random Gemma 4 of 6 layers, window 8, for tests",
+            "random Gemma 4 of 4 layers, window 8, for tests",
             "eyas.models.tiny_targets",
             {"family": "gemma4"},
         ),

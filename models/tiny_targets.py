@@ -11,10 +11,13 @@ from eyas.models.target import Checkpoint, TokenizerSource
 from eyas.models.weights import TensorSource
 
 WINDOW = 8
+EMBEDDING_GAIN = (
+    0.2  # a tied embedding as large as the layers' output would make the text repeat its last token for ever
+)
 
 
-def tiny_config(family: str, n_layers: int = 6, vocab_size: int = 128, hidden_size: int = 48) -> GemmaConfig:
-    """Six layers, every third one global, window 8, and a width (48) that no group of 32 divides."""
+def tiny_config(family: str, n_layers: int = 4, vocab_size: int = 128, hidden_size: int = 48) -> GemmaConfig:
+    """Four layers, every third one global, window 8, and a width (48) that no group of 32 divides."""
     if family == "gemma3":
         sliding = GemmaLayer(4, 2, 16, RopeSpec(10000.0), window=WINDOW)
         full = GemmaLayer(4, 2, 16, RopeSpec(1e6, "linear", 8.0))
@@ -37,7 +40,7 @@ def tiny_config(family: str, n_layers: int = 6, vocab_size: int = 128, hidden_si
 
 
 def random_tensors(module: nn.Module, seed: int) -> dict[str, TensorSource]:
-    """A source for each matrix and vector that ``module`` reads, by name: matrices of about unit gain, norms near 1."""
+    """A source for each matrix and vector that ``module`` reads, by name: matrices of about unit gain (the embedding less), norms near 1."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -48,16 +51,17 @@ def random_tensors(module: nn.Module, seed: int) -> dict[str, TensorSource]:
         elif leaf == "weight" and value.ndim == 1:
             tensors[name] = 1 + 0.2 * torch.randn(value.shape, generator=generator)
         elif leaf == "weight":
-            tensors[name] = torch.randn(value.shape, generator=generator) * value.shape[1] ** -0.5
+            gain = EMBEDDING_GAIN if name == "embed_tokens.weight" else 1.0
+            tensors[name] = torch.randn(value.shape, generator=generator) * value.shape[1] ** -0.5 * gain
         elif leaf == "bias":
             tensors[name] = 0.1 * torch.randn(value.shape, generator=generator)
     return {name: TensorSource(tensor) for name, tensor in tensors.items()}
 
 
-def open_checkpoint(path: Path | None, family: str, seed: int = 0) -> Checkpoint:
+def open_checkpoint(path: Path | None, family: str, seed: int = 4, n_layers: int = 4) -> Checkpoint:
     if path is not None:
         raise ValueError(f"tiny targets are random and take no checkpoint, got {path}")
-    config = tiny_config(family)
+    config = tiny_config(family, n_layers)
     tensors = random_tensors(GemmaDecoder(config, 1), seed)
     for name, source in tensors.items():
         if name.endswith("norm.weight"):
@@ -65,7 +69,7 @@ def open_checkpoint(path: Path | None, family: str, seed: int = 0) -> Checkpoint
     return Checkpoint(
         config=config,
         tensors=tensors,
-        identity={"format": "random", "family": family, "seed": seed},
+        identity={"format": "random", "family": family, "seed": seed, "n_layers": n_layers},
         tokenizer=TokenizerSource("none"),
         bos_id=2,
         stop_ids=(1,),

@@ -477,7 +477,7 @@ def test_shallow_targets_have_no_usual_taps(layers, tmp_path):
 @pytest.fixture(scope="module")
 def tiny():
     """A tiny target, and its residual streams at every boundary for five tokens, taken by hooks."""
-    checkpoint = open_checkpoint(None, "gemma3")
+    checkpoint = open_checkpoint(None, "gemma3", n_layers=6)
     target = build(checkpoint.config, 32, torch.float32)
     materialize(target, "target.", checkpoint.tensors, RECIPES["none"], torch.float32, checkpoint.config.norm_offset)
     tokens = torch.tensor([[2, 17, 90, 4, 33]])

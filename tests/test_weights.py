@@ -295,7 +295,7 @@ def test_unknown_recipe():
 
 def tiny(recipe: Recipe, **changes) -> tuple[GemmaDecoder, list[Placed]]:
     """A tiny Gemma 4 (width 48) filled under a recipe. ``changes``: tensors by name, None to leave out."""
-    checkpoint = open_checkpoint(None, "gemma4")
+    checkpoint = open_checkpoint(None, "gemma4", n_layers=6)
     tensors = {**checkpoint.tensors, **{name.replace("__", "."): value for name, value in changes.items()}}
     module = GemmaDecoder(checkpoint.config, 32)
     tensors = {name: value for name, value in tensors.items() if value is not None}
@@ -336,7 +336,7 @@ def test_report_in_words():
 
 @pytest.mark.parametrize("recipe", ["none", "int8", "int4"])
 def test_materialized_weights_stand_for_the_source(recipe):
-    source = random_tensors(GemmaDecoder(tiny_config("gemma4"), 1), 0)
+    source = random_tensors(GemmaDecoder(tiny_config("gemma4", 6), 1), 0)
     module, report = tiny(RECIPES[recipe])
     bound = {"dense": 0.0, "int8": 0.01, "int4": 0.15}
     for placed in report:
@@ -349,7 +349,7 @@ def test_materialized_weights_stand_for_the_source(recipe):
 
 
 def test_norm_offset_is_added_to_norms_alone():
-    config = tiny_config("gemma4")
+    config = tiny_config("gemma4", 6)
     source = random_tensors(GemmaDecoder(config, 1), 0)
     module = GemmaDecoder(config, 8)
     materialize(module, "target.", source, RECIPES["none"], torch.bfloat16, norm_offset=1.0)
