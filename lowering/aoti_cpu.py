@@ -27,13 +27,13 @@ from eyas.passes.printer import SMALL, print_method
 from eyas.passes.program import constant_nodes, constant_specs, constant_value
 from eyas.runtime.payload import DEVICE_TYPES, Constant, storage_key
 
-
 HOSTS = ("eyas", "torch")  # who implements AOTInductor's C interface for a program; see ``eyas.runtime.native.Host``
 
 
 @dataclass(frozen=True)
 class CompiledMethod:
-    """``code``: the shared library's file. ``constants``: what it must be given. ``cached``: whether nothing was compiled.
+    """``code``: the shared library's file. ``constants``: what it must be given. ``cached``: whether nothing was
+    compiled.
 
     ``missing``: functions that the host it was linked for does not have; the method runs only if there are none.
     """
@@ -108,7 +108,7 @@ def inductor_environment(cache: ContentCache, libraries: KernelLibraries) -> Ite
 
 
 def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries) -> tuple[Path, list[Constant]]:
-    """The shared library and its constants. Raises ``RuntimeError`` for a constant that no buffer of the model holds."""
+    """The shared library and its constants. Raises ``RuntimeError`` for a constant that no buffer holds."""
     inputs = tuple(
         node.meta["val"]
         for node in ep.graph.nodes

@@ -1,4 +1,4 @@
-"""A folder of finished things by the hash of what they were made from: whole or absent, checked when read, bounded in size."""
+"""Finished things in a folder, by the hash of what they were made from: whole or absent, and checked when read."""
 
 import hashlib
 import json

@@ -35,7 +35,7 @@ def compiler() -> str:
 
 @dataclass(frozen=True)
 class KernelLibraries:
-    """What a method for cpu is linked from: ``folder``, and the host library's file in it, whose name tells its build."""
+    """What a method is linked from: ``folder``, and the host library's file in it, whose name tells its build."""
 
     folder: Path
     host: Path

@@ -1,4 +1,6 @@
-"""Writes a ``.ptd``: ExecuTorch's container of named tensors, a tensor at a time, so that no weight exists twice in memory."""
+"""Writes a ``.ptd``: ExecuTorch's container of named tensors, a tensor at a time, so that no weight exists twice in
+memory.
+"""
 
 import ctypes
 import hashlib
@@ -53,7 +55,7 @@ def raw_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def header(keys: list[str], segments: list[tuple[int, int]], data_size: int) -> bytes:
-    """Everything before the first segment: the flatbuffer with the extended header, padded to the segments' alignment."""
+    """Everything before the first segment: the flatbuffer with the extended header, padded to the alignment."""
     builder = flatbuffers.Builder(1 << 16)
     named = []
     for i, key in enumerate(keys):

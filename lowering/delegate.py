@@ -20,7 +20,9 @@ _host: Path | None = None
 
 @contextlib.contextmanager
 def payloads(methods: Mapping[str, tuple[Path, tuple[Constant, ...]]], host: Path | None) -> Iterator[None]:
-    """What the delegate finds while it is lowered: each method's native code and constants, and the host library, if any."""
+    """What the delegate finds while it is lowered: each method's native code and constants, and the host library, if
+    any.
+    """
     global _payloads, _host
     before, (_payloads, _host) = (_payloads, _host), (methods, host)
     try:

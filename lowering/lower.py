@@ -97,7 +97,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is needed beside the program file to write an artifact: which constants it takes, and how passes made them."""
+    """What an artifact needs beside its program file: which constants, and how passes made them."""
 
     constants: tuple[str, ...]
     derived: Mapping[str, Derived]
@@ -223,7 +223,9 @@ class Lowering:
         return read_plan(entry)
 
     def make_program(self, key: str, data: Path) -> Path:
-        """Traces, rewrites and compiles. Writes the data file, and everything else as an entry of the cache; returns that."""
+        """Traces, rewrites and compiles. Writes the data file, and everything else as an entry of the cache; returns
+        that.
+        """
         from eyas.lowering.executorch_program import write_program
 
         program = Program({}, constant_methods(self.limits, self.checkpoint, self.draft))
@@ -354,7 +356,7 @@ def estimate(speculator: Eagle3Speculator, recipe: Recipe, progress: Progress) -
             caches += buffer.numel() * buffer.element_size()
     need = 2 * weights + caches + COMPILER_BYTES  # a repacked copy of the weights exists beside the first for a while
     progress.note(
-        f"estimate: weights {weights / 1e6:.0f} MB, caches {caches / 1e6:.0f} MB, lowering needs about {need / 1e9:.1f} GB"
+        f"estimate: weights {weights / 1e6:.0f} MB, caches {caches / 1e6:.0f} MB, lowering about {need / 1e9:.1f} GB"
     )
     free = available_bytes()
     if free is not None and need > free:
@@ -452,7 +454,9 @@ def record_lines(records: list[PassRecord]) -> Iterator[str]:
 
 
 def self_check(folder: Path) -> list[str]:
-    """Runs every method of a finished artifact in a process of its own. Raises ``RuntimeError`` naming the method that fails."""
+    """Runs every method of a finished artifact in a process of its own. Raises ``RuntimeError`` naming the method that
+    fails.
+    """
     command = [sys.executable, "-m", "eyas.runtime.selfcheck", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -4,7 +4,7 @@ OPTIMISE: dict[str, str] = {
     "cpu": "split_copy_to_slice,materialize_tables",
 }
 
-# What a program for the device cannot do without: kernels whose rows do not depend on each other, and one storage a name.
+# What a program for the device cannot do without: rows that do not depend on each other, and one storage a name.
 FINISH: dict[str, str] = {
     "cpu": "masked_sdpa,panel_linear,share_buffers",
 }

@@ -1,4 +1,6 @@
-"""A hash of the code that decides what lowering writes: this project's packages, and those that bring passes or targets."""
+"""A hash of the code that decides what lowering writes: this project's packages, and those that bring passes or
+targets.
+"""
 
 import hashlib
 from functools import cache

@@ -20,7 +20,8 @@ EXTRA_METHODS = ("target_logits",)
 
 @dataclass(frozen=True)
 class Limits:
-    """How many rows each method takes: from 1 to ``max_prefill`` for a chunk of the prompt, to ``max_chain + 1`` for a window.
+    """How many rows each method takes: from 1 to ``max_prefill`` for a chunk of the prompt, to ``max_chain + 1`` for a
+    window.
 
     ``max_seq_len``: positions in the caches. ``chain``: proposals a round where the user does not say.
     """
@@ -52,7 +53,9 @@ class Limits:
 
 
 class TraceError(RuntimeError):
-    """A method that cannot be traced with dynamic rows; the message names the method, the dimension and the source line."""
+    """A method that cannot be traced with dynamic rows; the message names the method, the dimension and the source
+    line.
+    """
 
 
 def trace_methods(
@@ -90,7 +93,9 @@ def trace(speculator: Eagle3Speculator, method: str, max_rows: int) -> ExportedP
 
 
 def check_ranges(ep: ExportedProgram, method: str, upper: int, export) -> None:
-    """Raises ``TraceError`` unless the method has one dynamic dimension, over 1..``upper``, and reads no tensor's value."""
+    """Raises ``TraceError`` unless the method has one dynamic dimension, over 1..``upper``, and reads no tensor's
+    value.
+    """
     reads = [
         n
         for n in ep.graph.nodes
@@ -111,7 +116,9 @@ def check_ranges(ep: ExportedProgram, method: str, upper: int, export) -> None:
 
 
 def example_rows(upper: int) -> int:
-    """A number of rows to trace with: a prime near the middle, never 1 and never a bound, so that it stands out as a literal."""
+    """A number of rows to trace with: a prime near the middle, never 1 and never a bound, so that it stands out as a
+    literal.
+    """
     middle = range(max(2, upper // 2 + 1), 1, -1)
     return next(n for n in middle if all(n % d for d in range(2, n)) and n < upper)
 
@@ -138,7 +145,7 @@ def first_line(text: str) -> str:
 
 
 class GuardRecorder(logging.Handler):
-    """Notes which line of the model's code was running when the tracer tied down a dimension or met an unknown number."""
+    """Notes which line of the model was running when the tracer tied down a dimension or met an unknown number."""
 
     def __init__(self):
         super().__init__(logging.INFO)

@@ -9,7 +9,7 @@ Boundary b is the residual stream after b decoder layers. Every published varian
 Shape suffixes: M rows, H query heads, G key/value heads, D head width, E draft width, V draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class Eagle3Config:
     boundaries: tuple[int, ...]
     n_layers: int = 1
     rms_eps: float = 1e-6
-    rope: RopeSpec = RopeSpec(10000.0)
+    rope: RopeSpec = field(default_factory=lambda: RopeSpec(10000.0))
     window: int | None = None
     norm_before_residual: bool = False
     fc_norm: str = "none"
@@ -90,7 +90,8 @@ class Eagle3Config:
 def default_boundaries(n_layers: int) -> tuple[int, ...]:
     """Low, middle and high taps of a target that names none: ``(2, L // 2, L - 3)``.
 
-    Raises ``ValueError`` where they are not three distinct boundaries (fewer than 7 layers): those targets must be told.
+    Raises ``ValueError`` where they are not three distinct boundaries (fewer than 7 layers): those targets must be
+    told.
     """
     low, mid, high = 2, n_layers // 2, n_layers - 3
     if not 2 <= low < mid < high:

@@ -35,7 +35,7 @@ class Eagle3Speculator(nn.Module):
         self.target, self.draft = target, draft
 
     def prefill(self, tokens: Tensor, input_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens int64 ``[1, T]`` at positions int64 ``[T]`` -> (next token int64 ``[1, 1]``, features ``[1, T, H]``)."""
+        """Tokens int64 ``[1, T]`` at positions int64 ``[T]`` -> (next token ``[1, 1]``, features ``[1, T, H]``)."""
         hidden, taps = self.target(tokens, input_pos, self.draft.config.boundaries)
         return self.target.logits(hidden[:, -1:]).argmax(-1), self.draft.combine(taps)
 
@@ -45,7 +45,9 @@ class Eagle3Speculator(nn.Module):
         return self.target.logits(hidden).argmax(-1), self.draft.combine(taps)
 
     def target_logits(self, tokens: Tensor, input_pos: Tensor) -> Tensor:
-        """As ``target_verify``, but the logits float32 ``[1, M, V]`` themselves: for perplexity and for bit comparisons."""
+        """As ``target_verify``, but the logits float32 ``[1, M, V]`` themselves: for perplexity and for bit
+        comparisons.
+        """
         hidden, _ = self.target(tokens, input_pos, ())
         return self.target.logits(hidden)
 
@@ -145,7 +147,9 @@ def speculative_reference(
 
 
 def _full(speculator: Eagle3Speculator, text: list[int]) -> tuple[Tensor, Tensor]:
-    """Greedy token after every position of ``text``, and its features, from empty caches, in calls that the caches allow."""
+    """Greedy token after every position of ``text``, and its features, from empty caches, in calls that the caches
+    allow.
+    """
     speculator.reset()
     ids, features = [], []
     step = speculator.target.max_call_rows

@@ -40,7 +40,9 @@ def tiny_config(family: str, n_layers: int = 4, vocab_size: int = 128, hidden_si
 
 
 def random_tensors(module: nn.Module, seed: int) -> dict[str, TensorSource]:
-    """A source for each matrix and vector that ``module`` reads, by name: matrices of about unit gain (the embedding less), norms near 1."""
+    """A source for each matrix and vector that ``module`` reads, by name: matrices of about unit gain (the embedding
+    less), norms near 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     named = [*module.named_parameters(), *module.named_buffers()]

@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass whose fields are its options, with a name that prints back to what it was parsed from."""
+"""What a pass is: a frozen dataclass whose fields are its options, printed as it is parsed: ``name{option=value}``."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pass:
-    """Base of all passes. ``requires`` and ``ensures`` are facts about a program that order passes; ``exact`` passes keep every bit."""
+    """Base of all passes. ``requires`` and ``ensures``: facts about a program. ``exact``: keeps every bit."""
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]] = frozenset()

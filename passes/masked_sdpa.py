@@ -16,15 +16,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class MaskedSdpa(MethodPass):
-    """Rewrites masked attention to ``eyas.masked_sdpa``: the same function, with the same bits for a row in any company.
+    """Rewrites masked attention to ``eyas.masked_sdpa``: the same function, with the same bits for a row in any
+    company.
 
     Before::
 
-        %y: f32[1,4,s0,256] = aten.scaled_dot_product_attention.default(%q, %k, %v, %mask, scale=0.0625, enable_gqa=True)
+        %y: f32[1,4,s0,256] = aten.scaled_dot_product_attention.default(%q, %k, %v, %mask, scale=0.06, enable_gqa=True)
 
     After::
 
-        %y: f32[1,4,s0,256] = eyas.masked_sdpa.default(%q, %k, %v, %mask, 0.0625)
+        %y: f32[1,4,s0,256] = eyas.masked_sdpa.default(%q, %k, %v, %mask, 0.06)
 
     Left alone, with a reason: no mask or an additive one, ``is_causal``, dropout, a mask that differs by head, other
     dtypes and head widths than the kernel takes. Not exact: sums run in another order than in the stock kernel.

@@ -1,4 +1,6 @@
-"""Tables that follow from positions alone (rotary angles, masks, cache slots) are computed once a call, not once a layer."""
+"""Tables that follow from positions alone (rotary angles, masks, cache slots) are computed once a call, not once a
+layer.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -68,8 +70,6 @@ def position_only(ep: ExportedProgram) -> dict[Node, None]:
             if vector and (node.name in constants or value.dtype == torch.int64):
                 known[node] = None
         elif node.op == "call_function" and isinstance(value, torch.Tensor):
-            if all(
-                source in known for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)
-            ):
-                known[node] = None
+            tensors = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
+            known |= dict.fromkeys([node] if all(source in known for source in tensors) else [])
     return known

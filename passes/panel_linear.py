@@ -1,4 +1,6 @@
-"""Linear layers on cpu read their weights in panels, once for all rows, with bits that do not depend on the number of rows."""
+"""Linear layers on cpu read their weights in panels, once for all rows, with bits that do not depend on the number of
+rows.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -125,8 +127,8 @@ class Use:
 class Form:
     """How an operator's weight is packed and what replaces the operator.
 
-    ``roles``: argument index of each constant. ``pack``: their names by role -> the packed constants, in order. ``emit``:
-    builds the replacement. ``product``: multiplies, rather than looks rows up.
+    ``roles``: argument index of each constant. ``pack``: their names by role -> the packed constants, in order.
+    ``emit``: builds the replacement. ``product``: multiplies, rather than looks rows up.
     """
 
     roles: dict[str, int]

@@ -25,7 +25,7 @@ class PassRecord:
 
 
 def run_pipeline(program: Program, passes: Iterable[Pass]) -> list[PassRecord]:
-    """Runs ``passes`` in the given order. Raises ``PassError`` for a missing fact, a failing pass or a graph it broke."""
+    """Runs ``passes`` in order. Raises ``PassError`` for a missing fact, a failing pass or a graph that one broke."""
     records: list[PassRecord] = []
     facts: set[str] = set()
     for one in passes:

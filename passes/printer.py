@@ -1,7 +1,7 @@
 """Stable, typed, compact text of a method: one line a node, the same in two processes.
 
-``%q: f32[1,4,s0,256] = aten.view.default(%x, [1, 4, -1, 256])``. Dynamic dimensions are s0, s1, ... in the order in which they
-first appear. No addresses, no generated ids.
+``%q: f32[1,4,s0,256] = aten.view.default(%x, [1, 4, -1, 256])``. Dynamic dimensions are s0, s1, ... in the order in
+which they first appear. No addresses, no generated ids.
 """
 
 import hashlib

@@ -31,8 +31,8 @@ class Program:
     """Methods by name, the constant methods, and the device they are for.
 
     Constants (weights, tables, caches) go by fully qualified name. Methods are traced from one module, so an equal name
-    means an equal tensor; ``share_buffers`` checks it and fills in ``sharing``. ``derived`` records the constants that passes
-    made from others, so that they can be made again without running the passes.
+    means an equal tensor; ``share_buffers`` checks it and fills in ``sharing``. ``derived`` records the constants that
+    passes made from others, so that they can be made again without running the passes.
     """
 
     methods: dict[str, ExportedProgram]
@@ -114,7 +114,7 @@ def constant_nodes(ep: ExportedProgram) -> dict[str, Node]:
 
 
 def add_constant(ep: ExportedProgram, name: str, value: Tensor, before: Node) -> Node:
-    """A new buffer of a method, as a placeholder just before ``before`` (a constant's placeholder). Returns its node."""
+    """A new buffer of a method, as a placeholder just before ``before`` (a constant's). Returns its node."""
     with ep.graph.inserting_before(before):
         node = ep.graph.placeholder("b_" + name.replace(".", "_"))
     mode = before.meta["val"].fake_mode

@@ -17,11 +17,11 @@ class ShareBuffers(Pass):
     Before::
 
         method prefill        %k: f32[1,1,1024,256] = buffer target.layers.0.self_attn.cache.k
-        method target_verify  %k: f32[1,1,1024,256] = buffer target.layers.0.self_attn.cache.k
+        method verify         %k: f32[1,1,1024,256] = buffer target.layers.0.self_attn.cache.k
 
     After::
 
-        target.layers.0.self_attn.cache.k: f32[1,1,1024,256]  read by prefill, target_verify; written by prefill, target_verify
+        target.layers.0.self_attn.cache.k: f32[1,1,1024,256]  read by prefill, verify; written by prefill, verify
 
     An equal name with another shape, dtype or initial value is an error. Two caches of equal shape and different names
     stay apart. Counts the names that were not yet recorded or not yet one tensor.

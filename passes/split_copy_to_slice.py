@@ -1,6 +1,7 @@
 """Splits become slices.
 
-AOTInductor's CUDA path has no kernel for ``split_copy``, which is what ``chunk`` and ``split`` turn into there; slices are views.
+AOTInductor's CUDA path has no kernel for ``split_copy``, which is what ``chunk`` and ``split`` turn into there; slices
+are views.
 """
 
 import operator

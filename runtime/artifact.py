@@ -53,7 +53,7 @@ class Artifact:
             raise ArtifactError(f"{file} is damaged: {error}") from error
         if found != (FORMAT, FORMAT_VERSION):
             raise ArtifactError(
-                f"{file} is {found[0]} version {found[1]}; this reader takes {FORMAT} version {FORMAT_VERSION}; lower again"
+                f"{file} is {found[0]} version {found[1]}; this reader takes {FORMAT} {FORMAT_VERSION}; lower again"
             )
         artifact = cls(path, manifest)
         artifact._check_files(check_data)
@@ -75,8 +75,8 @@ class Artifact:
                     digest = hashlib.file_digest(data, "sha256").hexdigest()
                 if digest != facts["sha256"]:
                     raise ArtifactError(
-                        f"{file} does not match the manifest (sha256 {digest[:12]}..., expected {facts['sha256'][:12]}...); "
-                        f"copy it again or lower again"
+                        f"{file} does not match the manifest (sha256 {digest[:12]}..., expected "
+                        f"{facts['sha256'][:12]}...); copy it again or lower again"
                     )
 
     def _check_machine(self) -> None:
@@ -151,9 +151,9 @@ class Method:
             dynamic = len(spec.sizes) - 1 if len(spec.sizes) == 1 else 1  # the rows: [M] or [1, M, ...]
             fixed = [(d, s) for d, (s, want) in enumerate(zip(tensor.shape, spec.sizes)) if d != dynamic and s != want]
             if len(tensor.shape) != len(spec.sizes) or fixed:
-                shape = ["rows" if d == dynamic else s for d, s in enumerate(spec.sizes)]
+                shape = ", ".join("rows" if d == dynamic else str(s) for d, s in enumerate(spec.sizes))
                 raise ValueError(
-                    f"input {i} of method {self.name!r} has shape {list(tensor.shape)}, expected [{', '.join(map(str, shape))}]"
+                    f"input {i} of method {self.name!r} has shape {list(tensor.shape)}, expected [{shape}]"
                 )
             rows.add(tensor.shape[dynamic])
         if len(rows) != 1 or not self.min_rows <= min(rows) <= self.max_rows:

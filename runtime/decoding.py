@@ -1,7 +1,8 @@
 """Greedy and speculative decoding over a loaded program. Both give the same tokens; they differ in calls and in time.
 
-The draft row of position t joins the target's feature at t with the token at t + 1, so the features that ``target_verify``
-has just computed reseed the draft, and the token that corrects a proposal never needs a forward of its own.
+The draft row of position t joins the target's feature at t with the token at t + 1, so the features that
+``target_verify`` has just computed reseed the draft, and the token that corrects a proposal never needs a forward of
+its own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,9 +33,10 @@ class GreedyDecoder:
     ) -> Iterator[list[int]]:
         """Yields new tokens as they are confirmed, in lists.
 
-        ``ids``: the prompt, at least one token. Generation ends with a token of ``stop_ids`` (the artifact's by default; it
-        is given out), after ``max_new_tokens``, or when prompt and text fill ``max_seq_len``. Raises ``ValueError`` for a
-        prompt that does not fit, or ids outside the vocabulary. Cached state of earlier calls is forgotten first.
+        ``ids``: the prompt, at least one token. Generation ends with a token of ``stop_ids`` (the artifact's by
+        default; it is given out), after ``max_new_tokens``, or when prompt and text fill ``max_seq_len``. Raises
+        ``ValueError`` for a prompt that does not fit, or ids outside the vocabulary. Cached state of earlier calls is
+        forgotten first.
         """
         yield from self._generate(ids, 0, max_new_tokens, stop_ids)
 
@@ -81,8 +83,8 @@ class GreedyDecoder:
             raise ValueError("the prompt is empty; it must have at least one token (the start token, if nothing else)")
         if len(ids) >= self.max_seq_len:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens; the program holds {self.max_seq_len} with at least one new one, so at "
-                f"most {self.max_seq_len - 1}; shorten it or lower again with a larger --max-seq-len"
+                f"the prompt has {len(ids)} tokens; the program holds {self.max_seq_len}, one of them new, so a prompt "
+                f"may have {self.max_seq_len - 1}; shorten it or lower again with a larger --max-seq-len"
             )
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -134,7 +136,9 @@ class SpeculativeDecoder(GreedyDecoder):
         stop_ids: Iterable[int] | None = None,
         chain: int | None = None,
     ) -> Iterator[list[int]]:
-        """As ``GreedyDecoder.generate``, with ``chain`` proposals a round: 1 to the artifact's largest, its default if None."""
+        """As ``GreedyDecoder.generate``, with ``chain`` proposals a round: 1 to the artifact's largest, its default if
+        None.
+        """
         chain = self.default_chain if chain is None else chain
         if not 1 <= chain <= self.max_chain:
             raise ValueError(f"chain must lie in 1..{self.max_chain} for this artifact, got {chain}")
@@ -157,7 +161,9 @@ class SpeculativeDecoder(GreedyDecoder):
         self._reseed([*part[1:], following], feature, start)
 
     def _reseed(self, following: list[int], feature: Tensor, start: int) -> None:
-        """Draft rows for positions ``start..`` that the target has seen: ``following[i]`` is the token after position start + i."""
+        """Draft rows for positions ``start..`` that the target has seen: ``following[i]`` is the token after position
+        start + i.
+        """
         ids, g = self.draft(tokens(following), feature, positions(start, len(following)))
         self._seeded = int(ids.array[0, -1]), g.part(np.s_[:, -1:])
 
@@ -183,7 +189,9 @@ class SpeculativeDecoder(GreedyDecoder):
         return block
 
     def _propose(self, position: int, chain: int) -> list[int]:
-        """``chain`` proposals for the tokens after the anchor at ``position``. Draft rows from ``position`` on are overwritten."""
+        """``chain`` proposals for the tokens after the anchor at ``position``. Draft rows from ``position`` on are
+        overwritten.
+        """
         token, g = self._seeded
         proposals = [token]
         for j in range(1, chain):

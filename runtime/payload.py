@@ -1,7 +1,7 @@
 """What a delegate of the program file says about its method: the key of its native code, and its constants.
 
-The format is the one that ExecuTorch's CUDA delegate defines (magic ``ETCUDAFQN3``), so that a stock runtime that has the
-delegate can read it. All numbers little-endian. ``dtype`` is ExecuTorch's scalar type, which counts as torch does.
+The format is the one that ExecuTorch's CUDA delegate defines (magic ``ETCUDAFQN3``), so that a stock runtime that has
+the delegate can read it. All numbers little-endian. ``dtype`` is ExecuTorch's scalar type, which counts as torch does.
 """
 
 import struct

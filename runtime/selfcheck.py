@@ -45,7 +45,7 @@ def row_invariance(program: Program, method: Method, rows: int) -> list[int]:
 
 
 def check(program: Program) -> list[str]:
-    """A line a method. Raises ``RuntimeError`` for one whose output is not finite or whose rows depend on each other."""
+    """A line a method. Raises ``RuntimeError`` for an output that is not finite, or rows that depend on each other."""
     lines, vocab_size = [], int(program.constants["get_vocab_size"])
     for name, method in program.methods.items():
         for rows in dict.fromkeys((1, min(3, method.max_rows))):

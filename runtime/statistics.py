@@ -10,9 +10,10 @@ TAU = "tokens emitted a round; the free token of the prefill is not counted, the
 class Statistics:
     """Counts and seconds of one generation.
 
-    ``new_tokens``: all tokens given to the caller, the prefill's included. ``emitted``: those of rounds. ``accepted[i]``: rounds
-    in which exactly i proposals were accepted. ``proposed[i]`` and ``hits[i]``: rounds that proposed an (i+1)-th token, and that
-    accepted it. Times in seconds: ``prefill``, and of the rounds ``verify``, ``draft`` and ``host`` (everything else).
+    ``new_tokens``: all tokens given to the caller, the prefill's included. ``emitted``: those of rounds.
+    ``accepted[i]``: rounds in which exactly i proposals were accepted. ``proposed[i]`` and ``hits[i]``: rounds that
+    proposed an (i+1)-th token, and that accepted it. Times in seconds: ``prefill``, and of the rounds ``verify``,
+    ``draft`` and ``host`` (everything else).
     """
 
     prompt_tokens: int = 0

@@ -24,7 +24,7 @@ NEAR_TIE = 0.02  # logits closer than this may change places between two orders 
 
 
 def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool) -> dict[str, object]:
-    """Speculative against greedy text for every chain length; bits of verify's rows; greedy against the eager module."""
+    """Speculative against greedy text for every chain; bits of verify's rows; greedy against the eager module."""
     artifact = Artifact.open(path)
     program, tokenizer, console = artifact.load(), open_tokenizer(artifact), Console()
     greedy, speculative = GreedyDecoder(program), SpeculativeDecoder(program)
@@ -67,7 +67,9 @@ def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool
 
 
 def rows_equal(program: Program, ids: list[int]) -> tuple[bool, list[str]]:
-    """Whether every output row of verify (and of ``target_logits``, if the program has it) is bit-equal for all call sizes."""
+    """Whether every output row of verify (and of ``target_logits``, if the program has it) is bit-equal for all call
+    sizes.
+    """
     methods = [name for name in ("target_verify", "target_logits") if name in program.methods]
     ok = True
     for name in methods:
@@ -98,7 +100,9 @@ def open_model(
 
 
 def eager_module(artifact: Artifact, max_seq_len: int | None = None) -> nn.Module:
-    """The target of an artifact as an eager module with the same weights, kept in float32 so that it runs at torch's speed."""
+    """The target of an artifact as an eager module with the same weights, kept in float32 so that it runs at torch's
+    speed.
+    """
     m = artifact.manifest
     recipe = Recipe.from_json(m["quantisation"]["recipe"])
     _, module = open_model(m["target"]["name"], None, recipe, max_seq_len or m["limits"]["max_seq_len"])
@@ -115,7 +119,9 @@ def as_dense(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def logits_of(module: nn.Module, ids: list[int], step: int | None = None) -> torch.Tensor:
-    """float32 ``[len(ids), V]`` from empty caches, in calls of ``step`` rows (the most that the caches take, by default)."""
+    """float32 ``[len(ids), V]`` from empty caches, in calls of ``step`` rows (the most that the caches take, by
+    default).
+    """
     for name, buffer in module.named_buffers():
         if ".cache." in name:
             buffer.zero_()

@@ -69,7 +69,7 @@ def describe(artifact, buffers: bool = False, matrices: bool = False) -> Iterato
     for p in m["quantisation"]["matrices"]:
         formats[p["format"]] += p["nbytes"]
         if matrices:
-            yield f"matrix      {p['name']} {p['shape']} {p['format']}: {p['nbytes']} bytes, error {p['error']:.4f} {p['note']}"
+            yield f"matrix      {p['name']} {p['shape']} {p['format']}: error {p['error']:.4f} {p['note']}"
     yield "weights     " + ", ".join(f"{fmt}: {nbytes / 1e6:.1f} MB" for fmt, nbytes in formats.items())
     for b in m["sharing"]:
         if b["writers"] or buffers:

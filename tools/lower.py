@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-o", "--out", type=Path, help="folder of the artifact; an artifact there is replaced")
     p.add_argument("--device", default="cpu", help="cpu (default)")
     p.add_argument(
-        "--passes", help="passes to run instead of the device's optimisations, as name{option=value},...; those that the "
+        "--passes", help="passes instead of the device's optimisations, as name{option=value},...; those that the "
         "device cannot do without follow; --list-passes shows them",
     )  # fmt: skip
     p.add_argument("--quant", default="int8", help="int8 (default), int4, none, or a recipe file")

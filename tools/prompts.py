@@ -66,8 +66,8 @@ Answer: In the wild, most do not survive their first winter. Those that do may r
 well kept can live for twenty.
 
 Question: Is it cruel to keep one?
-Answer: It depends on the keeper. The bird is free every time it flies, and nothing but habit and the hope of an easy meal
-brings it back. Many have gone, and some have returned after a week as if nothing had happened.
+Answer: It depends on the keeper. The bird is free every time it flies, and nothing but habit and the hope of an easy
+meal brings it back. Many have gone, and some have returned after a week as if nothing had happened.
 
 The words of the art have stayed in the language long after most people forgot where they came from. To be fed up is to
 have eaten so much that one will not fly. A cadge is the frame on which several hooded birds were carried to the field,
