@@ -98,7 +98,7 @@ TABLES = (("*embed_tokens", Format("int8")), ("target.lm_head", Format("int8")),
 RECIPES = {
     "none": Recipe("none", (("*", Format("dense")),)),
     "int8": Recipe("int8", (("*", Format("int8")),)),
-    "int4": Recipe("int4", (*TABLES, ("*", Format("int4")))),
+    "int4": Recipe("int4", (*TABLES, ("*", Format("int4", zeros=True)))),
 }
 
 

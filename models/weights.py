@@ -5,7 +5,7 @@ constants of an exported graph, and equal names mean equal storage.
 A format is filled from a ``RowSource`` a slice of rows at a time: a large table never exists twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from eyas.kernels import int4_linear
 
 TINY = torch.finfo(torch.float32).tiny
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # parts of a group's range that int4 steps may cover
 
 
 class RowSource(Protocol):
@@ -142,8 +143,9 @@ class Int8(Weight):
 class Int4(Weight):
     """Groups of ``group_size`` columns with a scale, and an offset where ``zeros``; see ``eyas.kernels.int4_linear``.
 
-    Symmetric: scale = the group's extreme value / -8, so that this value is hit exactly. With zeros: the group's range,
-    which includes 0, mapped to 0..15. A width that no group divides is padded with zero weights.
+    Each group's range (with zeros: from its least to its largest value, 0 included; symmetric: its extreme value either
+    way) is mapped to the sixteen steps, shrunken where clipping costs less than it gains. A width that no group divides
+    is padded with zero weights.
     """
 
     format = "int4"
@@ -161,17 +163,10 @@ class Int4(Weight):
         lost = total = 0.0
         for rows, part in row_slices(source):
             grouped = F.pad(part, (0, -in_features % group_size)).unflatten(1, (-1, group_size))
+            q, scale, offset = best_of(quantize_with_zeros if zeros else quantize_symmetric, grouped)
+            value = q * scale[..., None] + offset[..., None]
             if zeros:
-                low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
-                scale = ((high - low) / 15).clamp_min(TINY)
-                q = ((grouped - low[..., None]) / scale[..., None]).round().clamp_(0, 15)
-                value = q * scale[..., None] + low[..., None]
-                self.offsets[rows] = low
-            else:
-                extreme = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)).squeeze(-1)
-                scale = torch.where(extreme.abs() < TINY, 1.0, extreme / -8)
-                q = ((grouped / scale[..., None]).round() + 8).clamp_(0, 15)
-                value = (q - 8) * scale[..., None]
+                self.offsets[rows] = offset
             self.scales[rows] = scale
             self.qweight[rows] = int4_linear.pack_nibbles(q.to(torch.uint8).flatten(1))
             total += part.square().sum().item()
@@ -183,3 +178,34 @@ class Int4(Weight):
 
     def dense(self) -> Tensor:
         return int4_linear.dequantize(self.qweight, self.scales, self.offsets, self.group_size, self.in_features)
+
+
+def quantize_with_zeros(groups: Tensor, shrink: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups float32 ``[N, G, group]`` -> (q in 0..15, scales and offsets ``[N, G]``) over a part of their range."""
+    low, high = shrink * groups.amin(-1).clamp_max(0), shrink * groups.amax(-1).clamp_min(0)
+    scale = ((high - low) / 15).clamp_min(TINY)
+    return ((groups - low[..., None]) / scale[..., None]).round().clamp_(0, 15), scale, low
+
+
+def quantize_symmetric(groups: Tensor, shrink: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``quantize_with_zeros``, with the offset -8 * scale: the group's extreme value, shrunken, is hit exactly."""
+    extreme = shrink * groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    scale = torch.where(extreme.abs() < TINY, 1.0, extreme / -8)
+    return ((groups / scale[..., None]).round() + 8).clamp_(0, 15), scale, -8 * scale
+
+
+def best_of(quantize: Callable[..., tuple[Tensor, Tensor, Tensor]], groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each group, the shrinkage of its range with the least squared error: a few clipped values buy finer steps."""
+    best = error = None
+    for shrink in SHRINKS:
+        tried = q, scale, offset = quantize(groups, shrink)
+        lost = (q * scale[..., None] + offset[..., None] - groups).square_().sum(-1)
+        if best is None:
+            best, error = tried, lost
+            continue
+        better = lost < error
+        error = torch.where(better, lost, error)
+        best = tuple(
+            torch.where(better[..., None] if new.ndim == 3 else better, new, old) for new, old in zip(tried, best)
+        )
+    return best
