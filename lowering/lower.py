@@ -27,7 +27,8 @@ from eyas.lowering.source_hash import source_hash
 from eyas.lowering.tokenizer import TokenizerFacts, make_tokenizer_json
 from eyas.lowering.trace import METHODS, Limits, trace_methods
 from eyas.models.eagle3 import Eagle3Head
-from eyas.models.eagle3_checkpoint import DraftCheckpoint, read_head, untrained_head
+from eyas.models.eagle3_checkpoint import DraftCheckpoint, untrained_head
+from eyas.models.eagle3_reader import read_head
 from eyas.models.recipe import Recipe, load_recipe, materialize, report_lines
 from eyas.models.speculator import Eagle3Speculator
 from eyas.models.target import Checkpoint, find_target

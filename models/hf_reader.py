@@ -11,16 +11,13 @@ they are.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from eyas.models.gemma import GemmaConfig, GemmaLayer
 from eyas.models.layers import RopeSpec
 from eyas.models.target import Checkpoint, TokenizerSource
-from eyas.models.weights import row_slices
+from eyas.models.tensor_files import FLOATS, open_weights, read_json
+from eyas.models.weights import RowSource, row_slices
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LAYERS_PER_GLOBAL = 6
@@ -85,20 +82,7 @@ OTHER_PREFIXES = tuple(
     for parent in ("model.", "")
     for part in ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio")
 )
-FLOAT_TYPES = ("F32", "F16", "BF16")
 TEXT_FILES = ("tokenizer_config.json", "tokenizer.model")
-
-
-@dataclass(frozen=True)
-class SafetensorsTensor:
-    """A ``RowSource`` over one tensor of an open file; rows are read when they are asked for, in the file's dtype."""
-
-    name: str
-    file: safe_open
-    shape: tuple[int, ...]
-
-    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.file.get_slice(self.name)[start:stop]
 
 
 class Settings:
@@ -318,40 +302,18 @@ def head_overrides(settings: Settings, types: list[str], k_eq_v: bool) -> dict[i
     return {int(index): own for index, own in stored.items()}
 
 
-def open_tensors(folder: Path) -> tuple[dict[str, SafetensorsTensor], list[Path]]:
+def open_tensors(folder: Path) -> tuple[dict[str, RowSource], list[Path]]:
     """All tensors of a folder by the names in its files, and those files."""
-    index_path = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        files, expected = [folder / "model.safetensors"], None
-    else:
-        index = read_json(index_path, "expected it, or model.safetensors; other weight formats are not read")
-        expected = index.get("weight_map")
-        if not isinstance(expected, dict) or not expected:
-            raise ValueError(f"{index_path}: weight_map is {expected!r}; expected tensor names and their files")
-        files = [folder / Path(name).name for name in sorted(set(expected.values()))]
-    tensors = {}
-    for file in files:
-        try:
-            opened = safe_open(file, framework="pt")
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no weight file at {file}, which {index_path.name} names") from None
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
-        for name in opened.keys():  # noqa: SIM118 (a file, not a mapping)
-            if expected is not None and expected.get(name) != file.name:
-                continue
-            part = opened.get_slice(name)
-            if part.get_dtype() not in FLOAT_TYPES:
-                raise ValueError(f"{file}: {name!r} is of {part.get_dtype()}; allowed: {', '.join(FLOAT_TYPES)}")
-            tensors[name] = SafetensorsTensor(name, opened, tuple(part.get_shape()))
-    if absent := sorted(set(expected or ()) - set(tensors)):
-        raise ValueError(f"{folder / expected[absent[0]]} has no tensor {absent[0]!r}, which {index_path.name} names")
+    files, tensors = open_weights(folder, ("model.safetensors",))
+    for name, tensor in tensors.items():
+        if (dtype := tensor.read(0, 0).dtype) not in FLOATS:
+            raise ValueError(f"{folder}: tensor {name!r} is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
     return tensors, files
 
 
-def place_all(folder: Path, stored: Mapping[str, SafetensorsTensor]) -> tuple[dict[str, SafetensorsTensor], dict]:
+def place_all(folder: Path, stored: Mapping[str, RowSource]) -> tuple[dict[str, RowSource], dict]:
     """The tensors by this project's names, and how many were left aside, by the prefix they were left aside for."""
-    tensors, ignored = {}, {}
+    tensors, ignored, names = {}, {}, {}
     for name, tensor in stored.items():
         other = next((p for p in OTHER_PREFIXES if name.startswith(p)), None)
         if other is not None:
@@ -362,12 +324,12 @@ def place_all(folder: Path, stored: Mapping[str, SafetensorsTensor]) -> tuple[di
             raise ValueError(f"{folder}: tensor {name!r} has no place in a Gemma text decoder")
         own = "lm_head.weight" if name in HEADS else name.removeprefix(prefix)
         if own in tensors:
-            raise ValueError(f"{folder}: tensors {tensors[own].name!r} and {name!r} both stand for {own!r}")
-        tensors[own] = tensor
+            raise ValueError(f"{folder}: tensors {names[own]!r} and {name!r} both stand for {own!r}")
+        tensors[own], names[own] = tensor, name
     return tensors, ignored
 
 
-def drop_copied_head(folder: Path, tensors: dict[str, SafetensorsTensor], tie: bool) -> bool:
+def drop_copied_head(folder: Path, tensors: dict[str, RowSource], tie: bool) -> bool:
     """Whether the head is tied. A stored head that the configuration calls tied counts only if it differs."""
     if "lm_head.weight" not in tensors:
         if not tie:
@@ -438,21 +400,6 @@ def chat_template(folder: Path, text: dict) -> str | None:
     if isinstance(found, list):
         found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
     return found or read_json(folder / "chat_template.json", optional=True).get("chat_template")
-
-
-def read_json(path: Path, hint: str = "", optional: bool = False) -> dict:
-    """The object in a JSON file; an empty one if the file is optional and absent."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise FileNotFoundError(f"no file {path}; {hint}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} holds a {type(data).__name__}; expected an object")
-    return data
 
 
 def files_sha256(files: list[Path]) -> str:

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.models.eagle3 import FC_NORMS, Eagle3Config, Eagle3Head
-from eyas.models.eagle3_checkpoint import DraftCheckpoint, expected_shapes, read_head, untrained_head, write_head
+from eyas.models.eagle3_checkpoint import DraftCheckpoint, expected_shapes, untrained_head, write_head
+from eyas.models.eagle3_reader import read_head
 from eyas.models.layers import RopeSpec
 from eyas.models.recipe import RECIPES, materialize
 from eyas.models.speculator import Eagle3Speculator
