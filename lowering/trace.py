@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from eyas.models.speculator import Eagle3Speculator
 from eyas.passes.program import remove_unused_constants
@@ -52,6 +53,10 @@ class Limits:
             raise ValueError(f"--chain must lie in 1..{self.max_chain}, got {self.chain}")
 
 
+# what a model's code, or the tracer on meeting it, may raise; the tracer's own errors are RuntimeErrors
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+
 class TraceError(RuntimeError):
     """A method that cannot be traced with dynamic rows; the message names the method, the dimension and the source
     line.
@@ -66,12 +71,14 @@ def trace_methods(
 
 
 def trace(speculator: Eagle3Speculator, method: str, max_rows: int) -> ExportedProgram:
-    """One method over 1..``max_rows`` rows. Raises ``TraceError``."""
-    upper = max(max_rows, 4)  # a range of two values would leave one example, and the tracer takes it for a constant
-    rows = example_rows(upper)
+    """One method over 1..``max_rows`` rows; with ``max_rows`` 1 its rows are no dynamic dimension. Raises
+    ``TraceError``.
+    """
+    upper = max(max_rows, 3)  # the tracer takes both ends of a range for constants, so an example must lie between
+    rows = 1 if max_rows == 1 else example_rows(upper)
     module = copy.copy(speculator)
     module.forward = getattr(speculator, method)
-    M = Dim("rows", min=1, max=upper)
+    M = None if max_rows == 1 else Dim("rows", min=1, max=upper)
     tokens, input_pos = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)
     args, shapes = (tokens, input_pos), ({1: M}, {0: M})
     if method == "draft_decode":
@@ -84,17 +91,19 @@ def trace(speculator: Eagle3Speculator, method: str, max_rows: int) -> ExportedP
 
     try:
         ep = export()
-    except (RuntimeError, ValueError) as error:  # the tracer's own errors are RuntimeErrors
+    except FAILURES as error:
         raise TraceError(explain(export, method, error)) from error
-    check_ranges(ep, method, upper, export)
+    check_ranges(ep, method, max_rows, upper, export)
+    for symbol in ep.range_constraints:
+        ep.range_constraints[symbol] = ValueRanges(1, max_rows)
     remove_unused_constants(ep)  # the tracer lifts all of the module's, whatever the method reads
     ep.graph_module.recompile()
     return ep
 
 
-def check_ranges(ep: ExportedProgram, method: str, upper: int, export) -> None:
-    """Raises ``TraceError`` unless the method has one dynamic dimension, over 1..``upper``, and reads no tensor's
-    value.
+def check_ranges(ep: ExportedProgram, method: str, max_rows: int, upper: int, export) -> None:
+    """Raises ``TraceError`` unless the method has one dynamic dimension, over 1..``upper`` (none for one row), and reads
+    no tensor's value.
     """
     reads = [
         n
@@ -106,8 +115,13 @@ def check_ranges(ep: ExportedProgram, method: str, upper: int, export) -> None:
             f"method {method!r} turns a tensor's value into a Python number; {guard_origin(export)}. "
             f"Index with the position tensor instead"
         )
+    if any(free_unbacked_symbols(symbol) for symbol in ep.range_constraints):
+        raise TraceError(
+            f"method {method!r} makes a tensor whose size depends on a tensor's values; {guard_origin(export)}. "
+            f"Keep all rows and mask those that do not count"
+        )
     ranges = {(int(r.lower), int(r.upper)) for r in ep.range_constraints.values()}
-    if ranges != {(1, upper)}:
+    if ranges != ({(1, upper)} if max_rows > 1 else set()):
         got = ", ".join(f"{low} to {high}" for low, high in sorted(ranges)) or "a constant number of"
         raise TraceError(
             f"method {method!r} was traced for {got} rows instead of 1 to {upper}: its code ties the number of rows "
@@ -126,16 +140,16 @@ def example_rows(upper: int) -> int:
 def explain(export, method: str, error: Exception) -> str:
     """What to tell the user about a trace that failed."""
     text = str(error)
+    if "data-dependent" in text or "Could not guard" in text:
+        return (
+            f"method {method!r} cannot be traced: it turns a tensor's value into a Python number "
+            f"({first_line(text)}); {frame_origin(error)}. Index with the position tensor instead"
+        )
     if "Constraints violated" in text or "specialized" in text:
         return (
             f"method {method!r} cannot be traced with a dynamic number of rows (dimension 'rows' of tokens and "
             f"input_pos): its code ties it to a constant; {guard_origin(export)}. "
             f"Take lengths from the tensor's shape, and do not branch on them"
-        )
-    if "data-dependent" in text or "Could not guard" in text:
-        return (
-            f"method {method!r} cannot be traced: it turns a tensor's value into a Python number "
-            f"({first_line(text)}); {frame_origin(error)}. Index with the position tensor instead"
         )
     return f"method {method!r} cannot be traced: {first_line(text)}; {frame_origin(error)}"
 
@@ -180,7 +194,7 @@ def guard_origin(export) -> str:
     logger.setLevel(logging.INFO)
     try:
         export()
-    except (RuntimeError, ValueError):
+    except FAILURES:
         pass  # the failure that is being explained
     finally:
         logger.handlers, logger.propagate = handlers, propagate

@@ -41,6 +41,15 @@ class Pass:
     ensures: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True
 
+    def __post_init__(self):
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, str) and (value != value.strip() or set(value) & set(",{}")):
+                raise ValueError(
+                    f"option {f.name!r} of pass {self.name!r} is {value!r}; its text must not hold a comma or braces, "
+                    f"nor begin or end with space"
+                )
+
     def __str__(self) -> str:
         options = ((f, getattr(self, f.name)) for f in dataclasses.fields(self))
         shown = [

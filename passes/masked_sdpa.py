@@ -1,11 +1,13 @@
 """Attention under a boolean mask goes to the cpu kernel whose rows do not depend on each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from eyas.kernels import masked_sdpa
 from eyas.passes.base import MethodPass, Outcome, Refusal, source_line
@@ -27,8 +29,9 @@ class MaskedSdpa(MethodPass):
 
         %y: f32[1,4,s0,256] = eyas.masked_sdpa.default(%q, %k, %v, %mask, 0.06)
 
-    Left alone, with a reason: no mask or an additive one, ``is_causal``, dropout, a mask that differs by head, other
-    dtypes and head widths than the kernel takes. Not exact: sums run in another order than in the stock kernel.
+    Left alone, with a reason: no mask or an additive one, ``is_causal``, dropout, a mask that differs by head or that
+    one row of must serve all, other dtypes, batches and head widths than the kernel takes. Not exact: sums run in
+    another order than in the stock kernel.
     """
 
     name: ClassVar[str] = "masked_sdpa"
@@ -89,7 +92,7 @@ class Call:
 
     def refuse(self) -> str | None:
         """Why this call has no row-invariant kernel, or None."""
-        q, k = self.q.meta["val"], self.k.meta["val"]
+        q, k, v = (node.meta["val"] for node in (self.q, self.k, self.v))
         if self.mask is None:
             return "it has no mask" + (" but is_causal" if self.causal else "")
         mask = self.mask.meta["val"]
@@ -101,6 +104,17 @@ class Call:
             return f"the mask has shape {list(mask.shape)}; the kernel takes one [rows, keys] mask for all heads"
         if q.ndim != 4:
             return f"the query has {q.ndim} dimensions, not 4"
+        if not all(isinstance(q.shape[i], int) for i in (0, 1, 3)):
+            return f"the query has shape {list(q.shape)}; the kernel takes dynamic rows only"
         if q.shape[1] != k.shape[1] and not self.gqa:
             return f"{q.shape[1]} query heads over {k.shape[1]} key heads without enable_gqa"
-        return masked_sdpa.supports(q.shape[3], q.dtype, q.shape[0])
+        if not known_equal(v.shape, k.shape):
+            return f"values have shape {list(v.shape)}, keys {list(k.shape)}; the kernel takes equal ones"
+        if not known_equal(mask.shape, (q.shape[2], k.shape[2])):
+            return f"the mask has shape {list(mask.shape)}; the kernel takes {[q.shape[2], k.shape[2]]}, a row a query"
+        return masked_sdpa.supports(q.shape[3], q.dtype, max(q.shape[0], k.shape[0]))
+
+
+def known_equal(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """Whether two shapes are equal whatever the dynamic dimensions are."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))

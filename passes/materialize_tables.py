@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from eyas.passes.base import MethodPass, Outcome
-from eyas.passes.program import constant_specs
+from eyas.passes.program import constant_specs, storage_root, written_roots
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class MaterializeTables(MethodPass):
         %b: f32[1,4,s0,256] = aten.mul.Tensor(%q1, %table)
 
     A table is a value that depends on int64 vectors (positions) and constant vectors only. Left alone: tables that one
-    node reads, and those that are pinned already.
+    node reads, those that are written in place (a copy would miss what comes later), and those that are pinned already.
     """
 
     name: ClassVar[str] = "materialize_tables"
 
     def run_method(self, method: str, ep: ExportedProgram) -> Outcome:
-        tables = position_only(ep)
+        tables, written = position_only(ep), written_roots(ep)
         outcome = Outcome()
         for node in tables:
-            readers = [user for user in node.users if user not in tables and user.op == "call_function"]
-            if node.op != "call_function" or len(readers) < 2 or is_pin(node):
+            readers = [user for user in node.users if user not in tables and computes(user)]
+            if node.op != "call_function" or len(readers) < 2 or is_pin(node) or storage_root(node) in written:
                 continue
             with ep.graph.inserting_after(node):
                 pinned = ep.graph.call_function(torch.ops.eyas.materialize.default, (node,))
@@ -53,6 +53,13 @@ class MaterializeTables(MethodPass):
         if outcome.rewrites:
             ep.graph_module.recompile()
         return outcome
+
+
+def computes(node: Node) -> bool:
+    """Whether a node makes tensors, rather than checking one or reading its size."""
+    values = node.meta.get("val")
+    values = values if isinstance(values, (list, tuple)) else [values]
+    return node.op == "call_function" and any(isinstance(value, torch.Tensor) for value in values)
 
 
 def is_pin(node: Node) -> bool:

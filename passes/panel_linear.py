@@ -21,6 +21,8 @@ from eyas.passes.program import (
     constant_nodes,
     constant_specs,
     constant_value,
+    given,
+    mutated_buffers,
     remove_unused_constants,
     replace_node,
 )
@@ -44,9 +46,10 @@ class PanelLinear(Pass):
         %out: f32[s0,2048] = eyas.panel_int8_linear.default(%rows, %w, %scales, 2048)
         %y: f32[1,s0,2048] = aten.reshape.default(%out, [1, -1, 2048])
 
-    A table that also serves as an embedding is read from its panels there too, so it exists once. Left alone: weights
-    that are not constants or that something else reads, activations that are not float32, and inputs with more than
-    one symbolic dimension. Not exact: sums run in another order than in the stock kernel.
+    A table that also serves as an embedding is read from its panels there too, so it exists once. Left alone: tables
+    that are only looked up, weights that are not constants, that some method writes or that something else in any
+    method reads, activations that are not float32, and inputs with more than one symbolic dimension. Not exact: sums
+    run in another order than in the stock kernel.
     """
 
     name: ClassVar[str] = "panel_linear"
@@ -55,9 +58,12 @@ class PanelLinear(Pass):
 
     def run(self, program: Program) -> Outcome:
         outcome = Outcome()
-        for group in tables(program).values():
-            reasons = [(use, reason) for use in group for reason in [use.refuse()] if reason]
-            if reasons or not any(use.is_product for use in group):
+        for weight, group in tables(program).items():
+            if not any(use.form.product for use in group):
+                continue
+            shared = refuse_table(program, weight, group)
+            reasons = [(use, reason) for use in group for reason in [shared or use.refuse()] if reason]
+            if reasons:
                 outcome.refusals += [Refusal(use.method, source_line(use.node), reason) for use, reason in reasons]
                 continue
             packed: dict[str, Tensor] = {}
@@ -79,19 +85,11 @@ class Use:
     form: "Form"
     tensors: dict[str, str]  # role -> constant's name
 
-    @property
-    def is_product(self) -> bool:
-        return self.form.product
-
     def refuse(self) -> str | None:
         """Why this use keeps the stock kernel, or None."""
-        weight = constant_nodes(self.ep)[self.tensors["weight"]]
-        others = [user.name for user in weight.users if user.target not in FORMS]
-        if others:
-            return f"its weight {self.tensors['weight']} is also read by {others[0]}"
         value = self.node.meta["val"]
-        if self.is_product:
-            x = self.node.args[0].meta["val"]
+        if self.form.product:
+            x = given(self.node, 0).meta["val"]
             if sum(not isinstance(d, int) for d in x.shape) > 1:
                 return f"its input {list(x.shape)} has more than one symbolic dimension"
         return panel_linear.supports(value.dtype)
@@ -162,7 +160,7 @@ def pack_int4(names):
 
 
 def product(target: Callable, emit, node: Node, constants: list[Node], *tail) -> Node:
-    x = node.args[0]
+    x = given(node, 0)
     shape, width = list(x.meta["val"].shape), x.meta["val"].shape[-1]
     rows = x if len(shape) == 2 else emit(aten.reshape.default, x, [-1, width])
     out = emit(target, rows, *constants, *tail)
@@ -174,7 +172,7 @@ def product(target: Callable, emit, node: Node, constants: list[Node], *tail) ->
 
 def emit_dense(emit, node, constants, shape):
     out = product(eyas.panel_linear.default, emit, node, constants, shape[0])
-    bias = node.args[2] if len(node.args) > 2 else None
+    bias = given(node, 2)
     return out if bias is None else emit(aten.add.Tensor, out, bias)
 
 
@@ -183,7 +181,7 @@ def emit_int8(emit, node, constants, shape):
 
 
 def emit_int4(emit, node, constants, shape):
-    return product(eyas.panel_int4_linear.default, emit, node, constants, node.args[4], shape[0])
+    return product(eyas.panel_int4_linear.default, emit, node, constants, given(node, 4), shape[0])
 
 
 def lookup(emit, ids: Node, panels: Node) -> Node:
@@ -193,11 +191,11 @@ def lookup(emit, ids: Node, panels: Node) -> Node:
 
 
 def emit_dense_rows(emit, node, constants, shape):
-    return lookup(emit, node.args[1], constants[0])
+    return lookup(emit, given(node, 1), constants[0])
 
 
 def emit_int8_rows(emit, node, constants, shape):
-    ids, dtype = node.args[0], node.args[3]
+    ids, dtype = given(node, 0), given(node, 3)
     rows = emit(aten.to.dtype, lookup(emit, ids, constants[0]), torch.float32)
     scales = emit(aten.unsqueeze.default, emit(aten.index.Tensor, constants[1], [ids]), -1)
     out = emit(aten.mul.Tensor, rows, scales)
@@ -222,9 +220,22 @@ def tables(program: Program) -> dict[str, list[Use]]:
             form = FORMS.get(node.target) if node.op == "call_function" else None
             if form is None:
                 continue
-            arguments = {role: node.args[i] for role, i in form.roles.items() if i < len(node.args)}
+            arguments = {role: given(node, i) for role, i in form.roles.items()}
             arguments = {role: value for role, value in arguments.items() if value is not None}
             if all(value in names for value in arguments.values()):
                 tensors = {role: names[value] for role, value in arguments.items()}
                 groups[tensors["weight"]].append(Use(method, ep, node, form, tensors))
     return groups
+
+
+def refuse_table(program: Program, weight: str, group: list[Use]) -> str | None:
+    """Why the weight that ``group`` uses must stay as it is, or None."""
+    uses, tensors = {use.node for use in group}, {name for use in group for name in use.tensors.values()}
+    for method, ep in program.methods.items():
+        if written := sorted(tensors & mutated_buffers(ep)):
+            return f"its {written[0]} is written by method {method!r}"
+        node = constant_nodes(ep).get(weight)
+        others = [user.name for user in node.users if user not in uses] if node is not None else []
+        if others:
+            return f"its weight {weight} is also read by {others[0]} of method {method!r}"
+    return None

@@ -4,12 +4,20 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch._export.verifier import SpecViolationError
+
 from eyas.passes.base import Pass, Refusal
 from eyas.passes.program import Program
 
 
 class PassError(RuntimeError):
     """A pass that failed or left a broken graph; the message names it, its place and what came before it."""
+
+
+# what rewriting, printing and checking a graph may raise; the last is what an exported program's own checks raise
+FAILURES = (
+    RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, SyntaxError, SpecViolationError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,18 +39,22 @@ def run_pipeline(program: Program, passes: Iterable[Pass]) -> list[PassRecord]:
     for one in passes:
         missing = one.requires - facts
         if missing:
-            raise PassError(f"pass {one} needs {', '.join(sorted(missing))}, which {before(records)} do not give")
+            raise PassError(
+                f"pass {one} (number {len(records) + 1}) needs {', '.join(sorted(missing))}; "
+                f"what ran before it does not give that: {before(records)}"
+            )
         start, nodes = time.perf_counter(), count_nodes(program)
         try:
             outcome = one.run(program)
             for ep in program.methods.values():
                 ep.graph.lint()
                 ep.validate()
-        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        except FAILURES as error:
             raise PassError(
                 f"pass {one} (number {len(records) + 1}, after {before(records)}) failed: {error}"
             ) from error
-        facts |= one.ensures
+        if not outcome.refusals:  # a candidate that was left alone belies the fact
+            facts |= one.ensures
         records.append(
             PassRecord(
                 str(one),

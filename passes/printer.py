@@ -12,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from eyas.passes.program import Program, constant_specs, constant_value
+from eyas.passes.program import Program, constant_specs, constant_value, mutated_buffers
 
 DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -35,7 +35,7 @@ def print_method(ep: ExportedProgram, name: str = "forward", with_values: bool =
     """One method. ``with_values``: adds a hash of every small constant that the method does not write."""
     symbols, lines = Symbols(), []
     constants = {spec.arg.name: (constant, spec) for constant, spec in constant_specs(ep)}
-    written = set(ep.graph_signature.buffers_to_mutate.values())
+    written = mutated_buffers(ep)
     for node in ep.graph.nodes:
         if node.op == "placeholder":
             kind = "input"
@@ -46,7 +46,7 @@ def print_method(ep: ExportedProgram, name: str = "forward", with_values: bool =
                     kind += value_hash(constant_value(ep, spec))
             lines.append(f"%{node.name}: {type_of(node, symbols)} = {kind}")
         elif node.op == "output":
-            lines.append(f"return {argument(node.args[0], symbols)}")
+            lines.append(f"return {argument(node.args[0], symbols)}{updates(ep)}")
         else:
             arguments = [argument(a, symbols) for a in node.args]
             arguments += [f"{key}={argument(value, symbols)}" for key, value in node.kwargs.items()]
@@ -65,12 +65,23 @@ def print_program(program: Program) -> str:
     parts = [print_method(ep, name) for name, ep in program.methods.items()]
     if program.sharing is not None:
         lines = [
-            f"  {b.name}: {DTYPES[b.dtype]}[{','.join(map(str, b.shape))}] read by {', '.join(b.readers) or 'nobody'}"
+            f"  {b.name}: {dtype_name(b.dtype)}[{','.join(map(str, b.shape))}] read by {', '.join(b.readers) or 'nobody'}"
             + (f"; written by {', '.join(b.writers)}" if b.writers else "")
             for b in program.sharing.values()
         ]
         parts.append("\n".join(["buffers", *lines]) + "\n")
     return "\n".join(parts)
+
+
+def updates(ep: ExportedProgram) -> str:
+    """Which results a method without writes in place hands back as the new values of its buffers."""
+    signature = ep.graph_signature
+    new = {**signature.buffers_to_mutate, **signature.parameters_to_mutate, **signature.user_inputs_to_mutate}
+    return "".join(f", %{node} -> {name}" for node, name in new.items())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def value_hash(value: torch.Tensor) -> str:
@@ -86,7 +97,7 @@ def type_of(node: Node, symbols: Symbols) -> str:
 
 def value_type(value: object, symbols: Symbols) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{DTYPES[value.dtype]}[{','.join(symbols.rename(str(d)) for d in value.shape)}]"
+        return f"{dtype_name(value.dtype)}[{','.join(symbols.rename(str(d)) for d in value.shape)}]"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(value_type(v, symbols) for v in value) + ")"
     if isinstance(value, torch.SymInt):
@@ -108,5 +119,5 @@ def argument(value: object, symbols: Symbols) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(argument(v, symbols) for v in value) + "]"
     if isinstance(value, torch.dtype):
-        return DTYPES.get(value, str(value))
+        return dtype_name(value)
     return symbols.rename(str(value))

@@ -1,5 +1,6 @@
 """What passes work on: the methods of one program, and the constants that they share by name."""
 
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -21,9 +22,10 @@ class Derived:
     sources: tuple[str, ...]
 
     def compute(self, constants: Mapping[str, Tensor]) -> Tensor:
-        """The constant's value."""
+        """The constant's value, which like the constants of a program wants no gradient."""
         module, _, name = self.function.partition(":")
-        return getattr(import_module(module), name)(*(constants[source] for source in self.sources))
+        with torch.no_grad():
+            return getattr(import_module(module), name)(*(constants[source] for source in self.sources))
 
 
 @dataclass
@@ -84,27 +86,58 @@ def constant_value(ep: ExportedProgram, spec: InputSpec) -> Tensor:
 
 def mutated_buffers(ep: ExportedProgram) -> set[str]:
     """Names of the buffers that a method writes, whether in place in the graph or through its output signature."""
-    written = set(ep.graph_signature.buffers_to_mutate.values())
-    by_node = {spec.arg.name: name for name, spec in constant_specs(ep)}
+    signature, in_place = ep.graph_signature, {root.name for root in written_roots(ep)}
+    written = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
+    return written | {name for name, spec in constant_specs(ep) if spec.arg.name in in_place}
+
+
+def written_roots(ep: ExportedProgram) -> set[Node]:
+    """The nodes that made the storages which the graph writes in place."""
+    roots = set()
     for node in ep.graph.nodes:
-        if node.op != "call_function" or not hasattr(node.target, "_schema"):
-            continue
-        for argument, value in zip(node.target._schema.arguments, node.args):
+        for argument, value in schema_arguments(node):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                root = view_root(value)
-                if root is not None and root.name in by_node:
-                    written.add(by_node[root.name])
-    return written
+                torch.fx.node.map_arg(value, lambda written: roots.add(storage_root(written)))
+    return roots
 
 
-def view_root(node: object) -> Node | None:
-    """The placeholder that a chain of views (or in-place results) starts at, or None."""
-    while isinstance(node, Node) and node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.returns or schema.returns[0].alias_info is None:
-            return None
-        node = node.args[0]
-    return node if isinstance(node, Node) and node.op == "placeholder" else None
+def storage_root(node: Node) -> Node:
+    """The node that made the storage of a node's value: where its chain of views and in-place results starts."""
+    while node.op == "call_function":
+        source = node.args[0] if node.target is operator.getitem else viewed(node)
+        if source is None:
+            break
+        node = source
+    return node
+
+
+def viewed(node: Node) -> Node | None:
+    """The argument whose storage an operator's result lies in, None where the result has its own."""
+    schema = getattr(node.target, "_schema", None)
+    result = schema.returns[0].alias_info if schema is not None and schema.returns else None
+    for argument, value in schema_arguments(node):
+        source = argument.alias_info
+        if result is None or source is None or not isinstance(value, Node):
+            continue
+        if source.before_set & result.before_set or not result.before_set:  # a list of views carries no names
+            return value
+    return None
+
+
+def schema_arguments(node: Node) -> Iterator[tuple[torch.Argument, object]]:
+    """(what the operator's schema says of it, value) of each argument that a node gives; none without a schema."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        if i < len(node.args):
+            yield argument, node.args[i]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def given(node: Node, index: int) -> object:
+    """An operator's argument by its place in the schema, by position or by name; None where a node does not give it."""
+    name = node.target._schema.arguments[index].name
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
 
 
 def constant_nodes(ep: ExportedProgram) -> dict[str, Node]:
@@ -117,6 +150,7 @@ def add_constant(ep: ExportedProgram, name: str, value: Tensor, before: Node) ->
     """A new buffer of a method, as a placeholder just before ``before`` (a constant's). Returns its node."""
     with ep.graph.inserting_before(before):
         node = ep.graph.placeholder("b_" + name.replace(".", "_"))
+    node.target = node.name  # the graph makes a node's name unique, not that of the function's argument
     mode = before.meta["val"].fake_mode
     node.meta["val"] = mode.from_tensor(value, static_shapes=True)
     position = [spec.arg.name for spec in ep.graph_signature.input_specs].index(before.name)
@@ -127,9 +161,13 @@ def add_constant(ep: ExportedProgram, name: str, value: Tensor, before: Node) ->
 
 
 def replace_node(ep: ExportedProgram, old: Node, new: Node) -> None:
-    """Puts ``new`` in the place of ``old``, in the graph and in the method's signature, and erases ``old``."""
+    """Puts ``new`` in the place of ``old``, in the graph and in the method's signatures, and erases ``old``."""
     old.replace_all_uses_with(new)
     ep.graph_signature.replace_all_uses(old.name, new.name)
+    for call in ep.module_call_graph:  # of submodules whose signature was to be preserved
+        for argument in (*call.signature.inputs, *call.signature.outputs) if call.signature is not None else ():
+            if getattr(argument, "name", None) == old.name:
+                argument.name = new.name
     ep.graph.erase_node(old)
 
 

@@ -43,18 +43,27 @@ def parse_pass(text: str) -> Pass:
         raise ValueError(f"{text!r} is not a pass; write name or name{{option=value,...}}")
     cls = find_pass(match[1])
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    allowed = ", ".join(f"{f.name} ({f.type if isinstance(f.type, str) else f.type.__name__})" for f in fields.values())
+    allowed = ", ".join(f"{f.name} ({_kind(f)})" for f in fields.values())
     options = {}
     for item in filter(None, (part.strip() for part in (match[2] or "").split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in fields or not equals:
             raise ValueError(f"pass {match[1]!r} has no option {item!r}; allowed: {allowed or 'none'}")
+        if key in options:
+            raise ValueError(f"option {key!r} of pass {match[1]!r} is given twice")
         options[key] = _value(match[1], key, value, fields[key])
+    needed = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [key for key in needed if key not in options]:
+        raise ValueError(f"pass {match[1]!r} needs {', '.join(missing)}; its options: {allowed}")
     return cls(**options)
 
 
+def _kind(field: dataclasses.Field) -> str:
+    return field.type.__name__ if isinstance(field.type, type) else str(field.type)
+
+
 def _value(name: str, key: str, text: str, field: dataclasses.Field) -> object:
-    kind = field.type if isinstance(field.type, str) else field.type.__name__
+    kind = _kind(field)
     if kind == "bool" and text in ("true", "false"):
         return text == "true"
     if kind == "int" and re.fullmatch(r"-?\d+", text):

