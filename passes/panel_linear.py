@@ -3,7 +3,7 @@ rows.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,10 +58,12 @@ class PanelLinear(Pass):
 
     def run(self, program: Program) -> Outcome:
         outcome = Outcome()
+        nodes = {method: constant_nodes(ep) for method, ep in program.methods.items()}
+        written = {name: method for method, ep in program.methods.items() for name in mutated_buffers(ep)}
         for weight, group in tables(program).items():
             if not any(use.form.product for use in group):
                 continue
-            shared = refuse_table(program, weight, group)
+            shared = refuse_table(weight, group, nodes, written)
             reasons = [(use, reason) for use in group for reason in [shared or use.refuse()] if reason]
             if reasons:
                 outcome.refusals += [Refusal(use.method, source_line(use.node), reason) for use, reason in reasons]
@@ -228,14 +230,21 @@ def tables(program: Program) -> dict[str, list[Use]]:
     return groups
 
 
-def refuse_table(program: Program, weight: str, group: list[Use]) -> str | None:
-    """Why the weight that ``group`` uses must stay as it is, or None."""
-    uses, tensors = {use.node for use in group}, {name for use in group for name in use.tensors.values()}
-    for method, ep in program.methods.items():
-        if written := sorted(tensors & mutated_buffers(ep)):
-            return f"its {written[0]} is written by method {method!r}"
-        node = constant_nodes(ep).get(weight)
-        others = [user.name for user in node.users if user not in uses] if node is not None else []
+def refuse_table(
+    weight: str, group: list[Use], nodes: Mapping[str, Mapping[str, Node]], written: Mapping[str, str]
+) -> str | None:
+    """Why the weight that ``group`` uses must stay as it is, or None.
+
+    ``nodes``: placeholders of each method's constants. ``written``: a method that writes it, for each written constant.
+    """
+    for name in {name: None for use in group for name in use.tensors.values()}:
+        if name in written:
+            return f"its {name} is written by method {written[name]!r}"
+    uses = {use.node for use in group}
+    for method, placeholders in nodes.items():
+        others = (
+            [user.name for user in placeholders[weight].users if user not in uses] if weight in placeholders else []
+        )
         if others:
             return f"its weight {weight} is also read by {others[0]} of method {method!r}"
     return None

@@ -16,7 +16,8 @@ class PassError(RuntimeError):
 
 # what rewriting, printing and checking a graph may raise; the last is what an exported program's own checks raise
 FAILURES = (
-    RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, SyntaxError, SpecViolationError,
+    RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, StopIteration, SyntaxError,
+    SpecViolationError,
 )  # fmt: skip
 
 
@@ -51,7 +52,8 @@ def run_pipeline(program: Program, passes: Iterable[Pass]) -> list[PassRecord]:
                 ep.validate()
         except FAILURES as error:
             raise PassError(
-                f"pass {one} (number {len(records) + 1}, after {before(records)}) failed: {error}"
+                f"pass {one} (number {len(records) + 1}, after {before(records)}) failed: "
+                f"{type(error).__name__}: {error}"
             ) from error
         if not outcome.refusals:  # a candidate that was left alone belies the fact
             facts |= one.ensures

@@ -65,7 +65,8 @@ def print_program(program: Program) -> str:
     parts = [print_method(ep, name) for name, ep in program.methods.items()]
     if program.sharing is not None:
         lines = [
-            f"  {b.name}: {dtype_name(b.dtype)}[{','.join(map(str, b.shape))}] read by {', '.join(b.readers) or 'nobody'}"
+            f"  {b.name}: {dtype_name(b.dtype)}[{','.join(map(str, b.shape))}]"
+            + f" read by {', '.join(b.readers) or 'nobody'}"
             + (f"; written by {', '.join(b.writers)}" if b.writers else "")
             for b in program.sharing.values()
         ]

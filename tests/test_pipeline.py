@@ -1,0 +1,252 @@
+"""The runner of pipelines: its checks, its records and its errors; and whether the tests of passes can fail at all."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import ClassVar
+
+import pytest
+import torch
+from ir import ROWS, apply, node_of, program_of, randn, results
+
+from eyas.passes.base import MethodPass, Outcome, Pass, Refusal
+from eyas.passes.pipeline import PassError, run_pipeline
+from eyas.passes.printer import print_program
+from eyas.passes.program import Program
+from eyas.passes.registry import PASSES, find_pass, parse_pipeline
+from eyas.passes.share_buffers import ShareBuffers
+from eyas.passes.split_copy_to_slice import SplitCopyToSlice
+
+X = randn(1, ROWS, 8)
+ALL = "split_copy_to_slice,materialize_tables,masked_sdpa,panel_linear,share_buffers"
+
+
+def halves(module, x):
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([high, low], dim=-1) @ module.w
+
+
+def make() -> Program:
+    return program_of(halves, X, w=randn(8, 3))
+
+
+@dataclass(frozen=True)
+class Gives(Pass):
+    name: ClassVar[str] = "gives"
+    ensures: ClassVar[frozenset[str]] = frozenset({"order"})
+    refuse: bool = False
+
+    def run(self, program):
+        return Outcome(0, [Refusal("forward", "here", "it cannot be")] if self.refuse else [])
+
+
+@dataclass(frozen=True)
+class Needs(Pass):
+    name: ClassVar[str] = "needs"
+    requires: ClassVar[frozenset[str]] = frozenset({"order", "tidiness"})
+    times: int = 1
+
+    def run(self, program):
+        raise AssertionError("a pass whose needs are not met must not run")
+
+
+@dataclass(frozen=True)
+class NeedsOrder(Needs):
+    requires: ClassVar[frozenset[str]] = frozenset({"order"})
+
+    def run(self, program):
+        return Outcome()
+
+
+@dataclass(frozen=True)
+class Breaks(MethodPass):
+    """Breaks the graph in one of several ways."""
+
+    name: ClassVar[str] = "breaks"
+    how: str = ""
+
+    def run_method(self, method, ep):
+        graph = ep.graph
+        node = next(n for n in graph.nodes if n.op == "call_function")
+        if self.how == "erases a node in use":
+            graph.erase_node(node)
+        elif self.how == "renames an output in the signature":
+            ep.graph_signature.output_specs[0].arg.name = "nobody"
+        elif self.how == "adds a node without a type":
+            with graph.inserting_after(node):
+                graph.call_function(torch.ops.aten.relu.default, (node,))
+        elif self.how == "uses a node before it is made":
+            first = next(iter(graph.nodes))
+            with graph.inserting_before(first):
+                early = graph.call_function(torch.ops.aten.relu.default, (node,))
+            early.meta["val"] = node.meta["val"]
+        elif self.how == "forgets a constant":
+            ep.state_dict.pop("w")
+        elif self.how == "calls a method":
+            with graph.inserting_after(node):
+                graph.call_method("relu", (node,)).meta["val"] = node.meta["val"]
+        elif self.how == "names two arguments alike":
+            placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+            placeholders[0].target = placeholders[1].target
+            ep.graph_module.recompile()
+        elif self.how == "finds nothing":
+            next(n for n in graph.nodes if n.op == "call_module")
+        else:
+            raise {"value": ValueError, "key": KeyError, "runtime": NotImplementedError}[self.how]("what went wrong")
+        return Outcome(1)
+
+
+# Facts
+
+
+def test_a_missing_fact_names_the_pass_the_fact_and_what_came_before():
+    message = r"^pass needs\{times=2\} \(number 3\) needs tidiness; .* split_copy_to_slice, gives$"
+    with pytest.raises(PassError, match=message):
+        run_pipeline(make(), [SplitCopyToSlice(), Gives(), Needs(times=2)])
+    with pytest.raises(PassError, match=r"^pass needs \(number 1\) needs order, tidiness; .* no passes$"):
+        run_pipeline(make(), [Needs()])
+
+
+def test_a_fact_that_was_given_is_enough():
+    assert [r.spec for r in run_pipeline(make(), [Gives(), SplitCopyToSlice(), NeedsOrder()])] == [
+        "gives", "split_copy_to_slice", "needs",
+    ]  # fmt: skip
+
+
+def test_a_pass_that_left_a_candidate_alone_gives_no_fact():
+    with pytest.raises(PassError, match=r"pass needs \(number 2\) needs order; .* gives\{refuse=true\}"):
+        run_pipeline(make(), [Gives(refuse=True), NeedsOrder()])
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("erases a node in use", "still had 1 users"),
+        ("renames an output in the signature", "nobody"),
+        ("adds a node without a type", "val"),
+        ("uses a node before it is made", "before it has been defined"),
+        ("forgets a constant", "w"),
+        ("calls a method", "relu"),
+        ("names two arguments alike", "duplicate argument"),
+        ("finds nothing", "StopIteration"),
+        ("value", "ValueError: what went wrong"),
+        ("key", "KeyError: 'what went wrong'"),
+        ("runtime", "NotImplementedError: what went wrong"),
+    ],
+)
+def test_a_broken_pass_is_named_with_its_place_and_cause(how, cause):
+    with pytest.raises(PassError) as raised:
+        run_pipeline(make(), [Gives(), SplitCopyToSlice(), Breaks(how)])
+    message = str(raised.value)
+    assert message.startswith(f"pass breaks{{how={how}}} (number 3, after gives, split_copy_to_slice) failed: ")
+    assert cause in message and str(raised.value.__cause__) in message and raised.value.__cause__ is not None
+
+
+def test_the_first_pass_comes_after_none():
+    with pytest.raises(PassError, match=r"\(number 1, after no passes\) failed: ValueError: what went wrong"):
+        run_pipeline(make(), [Breaks("value")])
+
+
+def test_what_is_no_failure_of_a_pass_is_not_caught():
+    with pytest.raises(KeyboardInterrupt):
+        run_pipeline(make(), [type("Slow", (Pass,), {"name": "slow", "run": interrupted})()])
+
+
+def interrupted(self, program):
+    raise KeyboardInterrupt
+
+
+# Records
+
+
+def test_records_count_rewrites_nodes_and_seconds():
+    program = make()
+    nodes = len(program.methods["forward"].graph.nodes)
+    (split, again, share) = run_pipeline(program, [SplitCopyToSlice(), SplitCopyToSlice(), ShareBuffers()])
+    assert (split.spec, split.rewrites, split.refusals) == ("split_copy_to_slice", 1, ())
+    assert (split.nodes_before, split.nodes_after) == (nodes, nodes - 1), "two getitems became slices, the chunk went"
+    assert (again.rewrites, again.nodes_before, again.nodes_after) == (0, nodes - 1, nodes - 1)
+    assert share.rewrites == 1 and all(r.seconds >= 0 for r in (split, again, share))
+
+
+def test_nodes_are_counted_over_all_methods():
+    one, two = make().methods["forward"], make().methods["forward"]
+    (record,) = run_pipeline(Program({"one": one, "two": two}), [SplitCopyToSlice()])
+    assert record.rewrites == 2 and record.nodes_before == 2 * (len(one.graph.nodes) + 1)
+
+
+def test_refusals_are_recorded():
+    program = program_of(lambda m, x: x.chunk(2, dim=-1), X)
+    chunk = node_of(program, "aten.chunk.default")
+    with chunk.graph.inserting_after(chunk):
+        whole = chunk.graph.call_function(torch.ops.aten.cat.default, (chunk, -1))
+    whole.meta["val"] = chunk.args[0].meta["val"]
+    (record,) = run_pipeline(program, [SplitCopyToSlice()])
+    assert record.rewrites == 0 and [r.method for r in record.refusals] == ["forward"]
+
+
+def test_an_empty_pipeline_does_nothing():
+    assert run_pipeline(make(), []) == []
+
+
+# A bare exported program
+
+
+def test_every_pass_works_on_a_bare_exported_program():
+    """Without the project's own tracing: one method, called forward."""
+
+    def block(module, x, positions):
+        low, high = module.w(x).chunk(2, dim=-1)
+        mask = positions[:, None] >= torch.arange(24)
+        table = (positions[:, None] * torch.arange(16)).cos()
+        q = (low * table + high * table).unsqueeze(1)
+        module.cache.index_copy_(2, positions, q)
+        return torch.nn.functional.scaled_dot_product_attention(q, module.cache, module.cache, mask)
+
+    def inputs(rows):
+        return randn(1, rows, 8, seed=rows), torch.arange(rows)
+
+    layer = torch.nn.Linear(8, 32)
+    program = program_of(block, *inputs(ROWS), w=layer, cache=torch.zeros(1, 1, 24, 16))
+    ep = program.methods["forward"]
+    assert Program.of(ep).methods == {"forward": ep} and Program.of(program) is program
+    expected = results(program, inputs(1), inputs(7))
+    for one in parse_pipeline(ALL):
+        assert apply(one, program).rewrites > 0, one
+    for got, want in zip(results(program, inputs(1), inputs(7)), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert ep is program.methods["forward"]
+
+
+def test_passes_do_not_remember_other_programs():
+    """The same pass objects over two programs give what fresh ones give."""
+    passes = parse_pipeline(ALL)
+    texts = []
+    for use in (passes, passes, parse_pipeline(ALL)):
+        program = make()
+        run_pipeline(program, use)
+        texts.append(print_program(program))
+    assert texts[0] == texts[1] == texts[2]
+
+
+# Whether the tests of passes can fail
+
+
+CASES = [(name, case) for name in PASSES for case in import_module(f"test_{name}").POSITIVE]
+
+
+def idle(cls: type[Pass]) -> Pass:
+    """The pass, but that it does nothing."""
+    return type(cls.__name__, (cls,), {"run": lambda self, program: Outcome()})()
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{name}-{case.__name__}" for name, case in CASES])
+def test_a_positive_case_fails_without_the_pass(name, case):
+    with pytest.raises(AssertionError):
+        case(idle(find_pass(name)))
+
+
+def test_every_pass_has_positive_cases():
+    assert {name for name, _ in CASES} == set(PASSES)
