@@ -2,14 +2,17 @@
 
 import copy
 import logging
+import os
 import re
 import sys
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
+import sympy
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from eyas.models.speculator import Eagle3Speculator
@@ -55,6 +58,7 @@ class Limits:
 
 # what a model's code, or the tracer on meeting it, may raise; the tracer's own errors are RuntimeErrors
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+TRACERS = tuple(os.path.dirname(module.__file__) + os.sep for module in (torch, sympy))
 
 
 class TraceError(RuntimeError):
@@ -102,8 +106,8 @@ def trace(speculator: Eagle3Speculator, method: str, max_rows: int) -> ExportedP
 
 
 def check_ranges(ep: ExportedProgram, method: str, max_rows: int, upper: int, export) -> None:
-    """Raises ``TraceError`` unless the method has one dynamic dimension, over 1..``upper`` (none for one row), and reads
-    no tensor's value.
+    """Raises ``TraceError`` unless the method has one dynamic dimension, over 1..``upper`` (none for one row), and
+    reads no tensor's value.
     """
     reads = [
         n
@@ -112,13 +116,13 @@ def check_ranges(ep: ExportedProgram, method: str, max_rows: int, upper: int, ex
     ]
     if reads:
         raise TraceError(
-            f"method {method!r} turns a tensor's value into a Python number; {guard_origin(export)}. "
+            f"method {method!r} turns a tensor's value into a Python number; {guard_origin(export, reads=True)}. "
             f"Index with the position tensor instead"
         )
     if any(free_unbacked_symbols(symbol) for symbol in ep.range_constraints):
         raise TraceError(
-            f"method {method!r} makes a tensor whose size depends on a tensor's values; {guard_origin(export)}. "
-            f"Keep all rows and mask those that do not count"
+            f"method {method!r} makes a tensor whose size depends on a tensor's values; "
+            f"{guard_origin(export, reads=True)}. Keep all rows and mask those that do not count"
         )
     ranges = {(int(r.lower), int(r.upper)) for r in ep.range_constraints.values()}
     if ranges != ({(1, upper)} if max_rows > 1 else set()):
@@ -163,30 +167,39 @@ class GuardRecorder(logging.Handler):
 
     def __init__(self):
         super().__init__(logging.INFO)
-        self.guards: list[tuple[str, str]] = []
+        self.guards: list[str] = []
+        self.reads: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        guard = re.match(r"eval (.+?) \[guard added\]", message) or re.match(r"(create_unbacked_sym\w* \w+)", message)
-        if guard and (line := user_frame()):
-            self.guards.append((guard[1], line))
+        guard = re.match(r"eval (.+?) \[guard added\]", message)
+        if guard and not re.fullmatch(r"Eq\(s\d+, s\d+\)", guard[1]):  # tokens and positions have equally many rows
+            self.guards += [f"{line} requires {guard[1]}" for line in [user_frame()] if line]
+        elif message.startswith("create_unbacked_sym"):
+            self.reads += [f"{line} reads it" for line in [user_frame()] if line]
 
 
 def user_frame() -> str | None:
-    """``file:line`` of the innermost running frame of the model's code: inside the trace, outside torch."""
-    frame, hidden = sys._getframe(1), (str(Path(torch.__file__).parent), logging.__file__)
+    """``file:line`` of the innermost running frame of the model's code."""
+    frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if name == __file__ and frame.f_code.co_name == "export":
             return None  # nothing of the model is running
-        if not name.startswith(hidden) and name != __file__ and "contextlib" not in name and "importlib" not in name:
+        if is_model_code(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
 
-def guard_origin(export) -> str:
-    """Traces once more and names the line that first tied the number of rows to a constant."""
+def is_model_code(file: str) -> bool:
+    """Whether a file is the model's, rather than the tracer's, Python's own or none (``<string>``)."""
+    library = file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file
+    return not (library or file == __file__ or file.startswith(TRACERS) or file.startswith("<"))
+
+
+def guard_origin(export, reads: bool = False) -> str:
+    """Traces once more and names the line that first tied the number of rows to a constant, or ``reads`` a value."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     recorder, level, propagate = GuardRecorder(), logger.level, logger.propagate
     handlers = logger.handlers[:]
@@ -199,21 +212,14 @@ def guard_origin(export) -> str:
     finally:
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
-    if not recorder.guards:
-        return "the line that did it could not be found"
-    guard, line = recorder.guards[0]
-    if guard.startswith("create_unbacked"):
-        return f"{line} reads it"
-    return f"{line} requires {guard}"
+    return next(iter(recorder.reads if reads else recorder.guards), "the line that did it could not be found")
 
 
 def frame_origin(error: BaseException) -> str:
     """The line of user code at which an exception was raised."""
     frames, trace = [], error.__traceback__
-    root = str(Path(torch.__file__).parent)
     while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((root, __file__)):
-            frames.append(f"{name}:{trace.tb_lineno}")
+        if is_model_code(trace.tb_frame.f_code.co_filename):
+            frames.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
         trace = trace.tb_next
     return f"at {frames[-1]}" if frames else "at an unknown line"
