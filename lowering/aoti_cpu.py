@@ -23,6 +23,7 @@ from eyas.lowering.cpu_kernels import (
     undefined_symbols,
 )
 from eyas.lowering.environment import machine, versions
+from eyas.passes.base import source_line
 from eyas.passes.printer import SMALL, print_method
 from eyas.passes.program import constant_nodes, constant_specs, constant_value
 from eyas.runtime.payload import DEVICE_TYPES, Constant, storage_key
@@ -52,11 +53,13 @@ OPTIONS = {
 
 
 def compile_method(ep: ExportedProgram, cache: ContentCache, host: str = "eyas") -> CompiledMethod:
-    """Compiles a method whose graph passes have finished, for a host of ``HOSTS``.
+    """Compiles a method whose graph passes have finished, for a host of ``HOSTS``. Raises ``RuntimeError`` for an
+    operator that cannot be compiled.
 
     The cache key is the method's printed graph, the shapes of its constants and all of the small ones' values, the
     options, the versions and the machine: not the weights, which the native code never holds.
     """
+    refuse_without_body(ep)
     libraries = build_libraries(cache)
     graph = print_method(ep, with_values=True)
     key = key_of(graph, OPTIONS, host, machine(), versions(), libraries.key, Path(__file__).read_text())
@@ -76,6 +79,25 @@ def compile_method(ep: ExportedProgram, cache: ContentCache, host: str = "eyas")
         Constant(**{**c, "sizes": tuple(c["sizes"]), "strides": tuple(c["strides"])}) for c in facts["constants"]
     )
     return CompiledMethod(folder / "method.so", constants, cached, tuple(facts["missing"]))
+
+
+def refuse_without_body(ep: ExportedProgram) -> None:
+    """Raises ``RuntimeError`` for an operator that is not torch's, is not made of torch's, and has no C++ body."""
+    bodies = c_shims()
+    lacking = {
+        node.target: source_line(node)
+        for node in ep.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace not in ("aten", "prims")
+        and node.target not in bodies
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), "CompositeImplicitAutograd")
+    }
+    if lacking:
+        operator, line = next(iter(lacking.items()))
+        raise RuntimeError(
+            f"operator {operator} ({line}) has no C++ body for cpu, so a program with it could not run; "
+            f"allowed: torch's own and {', '.join(map(str, bodies))}; a pass has to replace it"
+        )
 
 
 def missing_from_host(code: Path, libraries: KernelLibraries) -> set[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from eyas.lowering.environment import machine, versions
 from eyas.lowering.pipelines import pipeline_for
 from eyas.lowering.source_hash import source_hash
 from eyas.lowering.tokenizer import TokenizerFacts, make_tokenizer_json
-from eyas.lowering.trace import METHODS, Limits, trace_methods
+from eyas.lowering.trace import EXTRA_METHODS, METHODS, Limits, trace_methods
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.eagle3_checkpoint import DraftCheckpoint, untrained_head
 from eyas.models.eagle3_reader import read_head
@@ -43,6 +44,7 @@ from eyas.runtime.text import return_free_memory
 DTYPE = torch.float32  # activations and caches on cpu: what its kernels take
 DEFAULT_PREFILL = 512  # rows of a prompt's chunk, where the window allows them
 PLAN = "plan.json"
+INLINED = 8  # elements of the largest constant whose values the compiler writes into the code
 COMPILER_BYTES = 1 << 30  # what tracing and compiling need beside the weights, measured on the 270M model
 
 
@@ -132,7 +134,10 @@ class Lowering:
         self.request, self.progress = request, progress
         self.report = Report(request.out)
         self.cache = ContentCache(request.cache or default_root())
-        self.methods = (*METHODS, *request.methods)
+        unknown = sorted(set(request.methods) - set(EXTRA_METHODS))
+        if unknown:
+            raise ValueError(f"unknown extra method {unknown[0]!r}; allowed: {', '.join(EXTRA_METHODS)}")
+        self.methods = tuple(dict.fromkeys((*METHODS, *request.methods)))
         self.pipeline = parse_pipeline(pipeline_for(request.device, request.passes))
         self.report.pipeline = pipeline_text(self.pipeline)
         self.recipe = load_recipe(request.quant)
@@ -162,7 +167,7 @@ class Lowering:
                 )  # fmt: skip
             with self.stage("manifest"):
                 manifest = self.manifest(plan, tokenizer, folder)
-                (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False))
+                (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
             with self.stage("check"):
                 for line in self_check(folder):
                     self.progress.note(f"check: {line}")
@@ -199,10 +204,14 @@ class Lowering:
         self.report.source_bytes = 2 * sum(p.shape[0] * p.shape[1] for p in placed)
 
     def program_key(self) -> str:
-        """What decides a program file, weights apart."""
+        """What decides a program file: of the weights, only those so small that the compiler writes them into the
+        code.
+        """
+        written = {n: t.tolist() for n, t in named_tensors(self.speculator).items() if t.numel() <= INLINED}
         return key_of(
             self.checkpoint.config, self.draft.config, self.limits, self.methods,
             [(p.name, p.format) for p in self.placed], self.report.pipeline, versions(), machine(), source_hash(),
+            Path(find_spec(self.spec.module).origin).read_text(encoding="utf-8"), written,
             self.checkpoint.stop_ids, self.checkpoint.bos_id,
         )  # fmt: skip
 
@@ -330,9 +339,15 @@ def making(out: Path) -> Iterator[Path]:
         folder = Path(scratch) / "new"
         folder.mkdir()
         yield folder
+        old = Path(scratch) / "old"
         if out.exists():
-            out.rename(Path(scratch) / "old")
-        folder.rename(out)
+            out.rename(old)
+        try:
+            folder.rename(out)
+        except BaseException:
+            if old.exists():
+                old.rename(out)
+            raise
 
 
 def open_draft(name: str, checkpoint: Checkpoint) -> DraftCheckpoint:
@@ -461,5 +476,6 @@ def self_check(folder: Path) -> list[str]:
     command = [sys.executable, "-m", "eyas.runtime.selfcheck", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"the lowered program does not run: {done.stderr.strip() or done.stdout.strip()}")
+        said = done.stderr.strip() or done.stdout.strip() or f"the process ended with status {done.returncode}"
+        raise RuntimeError(f"the lowered program does not run: {said}")
     return done.stdout.strip().splitlines()

@@ -11,7 +11,7 @@ from pathlib import Path
 import eyas.kernels
 from eyas.passes.registry import ENTRY_POINT_GROUP
 
-PACKAGES = ("kernels", "models", "passes", "lowering")
+PACKAGES = ("kernels", "models", "passes", "lowering", "runtime")
 SUFFIXES = {".py", ".cpp", ".h"}
 
 

@@ -47,24 +47,30 @@ class Artifact:
         if not file.is_file():
             raise ArtifactError(f"{path} has no {MANIFEST}; expected the folder that lowering wrote")
         try:
-            manifest = json.loads(file.read_text())
+            manifest = json.loads(file.read_text(encoding="utf-8"))
             found = manifest["format"], manifest["format_version"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{file} is damaged: {error}") from error
+            raise ArtifactError(f"{file} is damaged ({error!r}); copy it again or lower again") from error
         if found != (FORMAT, FORMAT_VERSION):
             raise ArtifactError(
                 f"{file} is {found[0]} version {found[1]}; this reader takes {FORMAT} {FORMAT_VERSION}; lower again"
             )
         artifact = cls(path, manifest)
-        artifact._check_files(check_data)
-        artifact._check_machine()
+        try:
+            artifact._check_files(check_data)
+            artifact._check_machine()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(f"{file} is damaged ({error!r}); copy it again or lower again") from error
         return artifact
 
     def _check_files(self, check_data: bool) -> None:
-        for name, facts in self.manifest["files"].items():
-            file = self.path / name
+        for name in (PROGRAM, DATA, TOKENIZER):
+            facts, file = self.manifest["files"][name], self.path / name
             if not file.is_file():
-                raise ArtifactError(f"{file} is missing; the artifact consists of {', '.join(self.manifest['files'])}")
+                raise ArtifactError(
+                    f"{file} is missing; an artifact consists of {MANIFEST}, {PROGRAM}, {DATA} and {TOKENIZER}; "
+                    f"copy it again or lower again"
+                )
             size = file.stat().st_size
             if size != facts["bytes"]:
                 raise ArtifactError(
@@ -132,19 +138,23 @@ class _Everything(set):
 
 
 class Method:
-    """One method of a loaded program: checks its arguments, runs, and gives new tensors."""
+    """One method of a loaded program: checks its arguments, runs, and gives new tensors.
 
-    def __init__(self, spec: MethodSpec, rows: tuple[int, int], container: Container):
+    ``max_seq_len`` and ``vocab_size`` bound what its positions and its tokens may be.
+    """
+
+    def __init__(
+        self, spec: MethodSpec, rows: tuple[int, int], container: Container, max_seq_len: int, vocab_size: int
+    ):
         self.name, self.spec, self.min_rows, self.max_rows = spec.name, spec, *rows
         self._container = container
+        self._bounds = {1: ("positions", max_seq_len), 2: ("tokens", vocab_size)}  # by the number of dimensions
 
     def __call__(self, *inputs: Tensor | np.ndarray) -> list[Tensor]:
         """Runs the method. Raises ``TypeError`` for a wrong number or dtype, ``ValueError`` for a wrong shape."""
         if len(inputs) != len(self.spec.inputs):
             raise TypeError(f"method {self.name!r} takes {len(self.spec.inputs)} inputs, got {len(inputs)}")
-        host = self._container.host
-        tensors = [value if isinstance(value, Tensor) else Tensor.of(host, np.asarray(value)) for value in inputs]
-        rows = set()
+        tensors, rows = [self._own(value) for value in inputs], set()
         for i, (tensor, spec) in enumerate(zip(tensors, self.spec.inputs)):
             if tensor.dtype != NAMES[spec.dtype]:
                 raise TypeError(f"input {i} of method {self.name!r} is {NAMES[spec.dtype]}, got {tensor.dtype}")
@@ -161,7 +171,23 @@ class Method:
                 f"method {self.name!r} takes {self.min_rows} to {self.max_rows} rows, the same in every input; "
                 f"got {', '.join(map(str, sorted(rows)))}"
             )
+        for i, tensor in enumerate(tensors):
+            if tensor.dtype == "int64" and len(tensor.shape) in self._bounds:
+                what, bound = self._bounds[len(tensor.shape)]
+                low, high = int(tensor.array.min()), int(tensor.array.max())
+                if low < 0 or high >= bound:
+                    raise ValueError(
+                        f"{what} of method {self.name!r} (input {i}) must lie in 0..{bound - 1}, got {low} to {high}"
+                    )
         return self._container.run(tensors)
+
+    def _own(self, value: Tensor | np.ndarray) -> Tensor:
+        """``value`` as the native code takes it: a tensor of its own host, dense in row-major order."""
+        host = self._container.host
+        if isinstance(value, Tensor) and value.host is host and value.array.flags.c_contiguous:
+            return value
+        array, dtype = (value.array, value.dtype) if isinstance(value, Tensor) else (np.asarray(value), None)
+        return Tensor.of(host, array if array.flags.c_contiguous else array.copy(), dtype)
 
 
 class Program:
@@ -169,6 +195,7 @@ class Program:
 
     def __init__(self, artifact: Artifact):
         self.artifact, manifest = artifact, artifact.manifest
+        self.epoch = 0
         file = ProgramFile(artifact.path / PROGRAM)
         self.constants = file.constants
         mutable = [storage_key("cpu", b["name"]) for b in manifest["sharing"] if b["writers"]]
@@ -181,12 +208,18 @@ class Program:
                     raise ArtifactError(
                         f"method {name!r} is for the delegate {spec.backend!r}; this runtime has {', '.join(BACKENDS)}"
                     )
-                key, constants = decode(spec.payload)
+                try:
+                    key, constants = decode(spec.payload)
+                except ValueError as error:
+                    raise ArtifactError(f"{artifact.path / PROGRAM}: method {name!r}: {error}") from error
                 code = unpack(file, key, manifest["native_code"].get(name), Path(folder) / f"{name}.so")
                 container = Container(self.host, code)
                 container.bind({c.name: self.buffers.tensor(c) for c in constants})
                 ranges = manifest["methods"][name]
-                self.methods[name] = Method(spec, (ranges["min_rows"], ranges["max_rows"]), container)
+                self.methods[name] = Method(
+                    spec, (ranges["min_rows"], ranges["max_rows"]), container,
+                    int(self.constants["get_max_seq_len"]), int(self.constants["get_vocab_size"]),
+                )  # fmt: skip
 
     def method(self, name: str) -> Method:
         """A method by name. Raises ``KeyError`` naming those there are."""
@@ -194,9 +227,11 @@ class Program:
             raise KeyError(f"the program has no method {name!r}; it has {', '.join(self.methods)}")
         return self.methods[name]
 
-    def reset(self) -> None:
-        """Forgets all cached positions."""
+    def reset(self) -> int:
+        """Forgets all cached positions. Returns ``epoch``, the number of times that this was done."""
         self.buffers.reset()
+        self.epoch += 1
+        return self.epoch
 
 
 def open_host(file: ProgramFile, facts: Mapping[str, str], folder: Path) -> Host:

@@ -135,7 +135,7 @@ class ProgramFile:
         self.file.slice(0, size)
         try:
             self._read(Fields.root(data))
-        except (struct.error, IndexError, UnicodeDecodeError, TypeError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise ContainerError(f"{path} is damaged: its tables cannot be read ({error})") from error
 
     def _read(self, root: Fields) -> None:
@@ -216,7 +216,7 @@ class DataFile:
             root = Fields.root(data)
             segments = [(base + s.number(0, N.Uint64Flags), s.number(1, N.Uint64Flags)) for s in root.children(1)]
             self.entries = {d.text(0): segments[d.number(1, N.Uint32Flags)] for d in root.children(2)}
-        except (struct.error, IndexError, UnicodeDecodeError, TypeError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise ContainerError(f"{path} is damaged: its tables cannot be read ({error})") from error
 
     def bytes_of(self, key: str) -> memoryview:

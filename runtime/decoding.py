@@ -45,7 +45,7 @@ class GreedyDecoder:
         stop = self.stop_ids if stop_ids is None else frozenset(stop_ids)
         stats = self.statistics = Statistics(prompt_tokens=len(ids), chain=chain)
         budget = min(max_new_tokens, self.max_seq_len - len(ids))
-        self.program.reset()
+        epoch = self.program.reset()
         start = perf_counter()
         anchor = self._prefill(ids, chain)
         stats.prefill_seconds = perf_counter() - start
@@ -61,6 +61,11 @@ class GreedyDecoder:
             yield block
             if done:
                 return
+            if self.program.epoch != epoch:
+                raise RuntimeError(
+                    "another generation has started on this program since, and has taken its caches; finish one before "
+                    "the next, or load the artifact once for each"
+                )
             start = perf_counter()
             # the anchor is the last token of the text: not in the target's cache yet
             block = self._round(
@@ -149,10 +154,8 @@ class SpeculativeDecoder(GreedyDecoder):
 
         The window's rows lie at text_length - 1 and after; a round of k proposals gives out at most k + 1 tokens.
         """
-        rows_left = self.max_seq_len - text_length
-        if self.draft_positions and text_length - 1 + chain > self.draft_positions:
-            return 0  # beyond what the head was made for: plain steps from here on
-        return max(0, min(chain, rows_left, room - 1))
+        positions_left = min(self.max_seq_len, self.draft_positions or self.max_seq_len) - text_length
+        return max(0, min(chain, positions_left, room - 1))  # 0 beyond what the head was made for: plain steps
 
     def _seed(self, part: Sequence[int], following: int, feature: Tensor, start: int, chain: int) -> None:
         if self.draft_positions and start + len(part) > self.draft_positions:

@@ -2,7 +2,7 @@
 
 The layers add next to nothing (their last norms are near 0), so the logits of a row are its own embedding against
 ``lm_head``, whose row ``NEXT[t]`` is the embedding of t. A head can do the same sum: its attention sees only its own
-row, hands the normed embedding on, and everything else in it is zero.
+row, hands the normed embedding on, and nothing else in it adds to that.
 """
 
 from collections.abc import Sequence
@@ -88,6 +88,7 @@ def write_chain_head(folder: Path, kind: str, max_positions: int | None = None) 
     """
     target = tensors()
     made = {name: torch.zeros(shape) for name, shape in expected_shapes(head_config()).items()}
+    made["fc.weight"][:, :WIDTH] = torch.eye(WIDTH)  # a feature is the first tap; the zero norm after it hides it
     made["layers.0.input_layernorm.weight"] += 1
     made["layers.0.self_attn.v_proj.weight"][:, :WIDTH] = torch.eye(WIDTH)
     made["layers.0.self_attn.o_proj.weight"] += torch.eye(WIDTH)

@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import chain_target
 import pytest
+
 from eyas.lowering.lower import Lowering, Report, Request, lower, open_draft
 from eyas.models.speculator import Eagle3Speculator
 from eyas.models.target import TARGETS
@@ -108,7 +109,7 @@ def gemma4(artifacts) -> Lowered:
 
 @pytest.fixture(scope="session")
 def chain(artifacts) -> Callable[..., Lowered]:
-    """``chain(kind)``: the target and heads of ``chain_target``; the program is compiled for the first and serves all."""
+    """``chain(kind)``: target and heads of ``chain_target``, dense; compiled for the first kind, which serves all."""
     made: dict[tuple, Lowered] = {}
 
     def get(kind: str, max_positions: int | None = None) -> Lowered:
@@ -116,8 +117,9 @@ def chain(artifacts) -> Callable[..., Lowered]:
         if key not in made:
             name = f"chain_{kind}_{max_positions or 'any'}"
             head = chain_target.write_chain_head(artifacts / f"{name}_head", kind, max_positions)
-            request = Request("chain", artifacts / name, draft=str(head), max_seq_len=64, max_prefill=8)
-            made[key] = lower_quietly(request)
+            made[key] = lower_quietly(
+                Request("chain", artifacts / name, draft=str(head), quant="none", max_seq_len=64, max_prefill=8)
+            )
         return made[key]
 
     return get

@@ -58,10 +58,6 @@ def run(args: argparse.Namespace) -> int:
     progress = ConsoleProgress(verbose=not args.quiet)
     with progress.stage("load the compiler"):
         from eyas.lowering.lower import Request, lower
-        from eyas.lowering.trace import EXTRA_METHODS
-    unknown = sorted(set(args.extra_method) - set(EXTRA_METHODS))
-    if unknown:
-        raise ValueError(f"unknown method {unknown[0]!r}; allowed with --extra-method: {', '.join(EXTRA_METHODS)}")
     request = Request(
         target=args.target, out=args.out, draft=args.draft, checkpoint=args.checkpoint, device=args.device,
         quant=args.quant, passes=args.passes, max_seq_len=args.max_seq_len, max_prefill=args.max_prefill,

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     for kind in (name for name, wanted in kinds.items() if wanted):
         decoder = GreedyDecoder(program) if kind == "greedy" else SpeculativeDecoder(program)
         options = {} if kind == "greedy" else {"chain": args.chain}
-        show = kind == "speculative" or args.greedy
+        show = kind == ("greedy" if args.greedy else "speculative")
         new = []
         for piece in stream(decoder.generate(ids, args.max_new_tokens, stop, **options), new, tokenizer):
             if show:
