@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BUILD ?= build
-PIP_OPTIONS ?= -q --disable-pip-version-check
+PIP_OPTIONS ?= --disable-pip-version-check
 BIN := $(VENV)/bin
 DEMO := $(BUILD)/gemma3_270m
 PROMPT ?= The history of falconry begins
