@@ -60,6 +60,7 @@ def compile_method(ep: ExportedProgram, cache: ContentCache, host: str = "eyas")
     options, the versions and the machine: not the weights, which the native code never holds.
     """
     refuse_without_body(ep)
+    refuse_strided_constants(ep)
     libraries = build_libraries(cache)
     graph = print_method(ep, with_values=True)
     key = key_of(graph, OPTIONS, host, machine(), versions(), libraries.key, Path(__file__).read_text())
@@ -98,6 +99,17 @@ def refuse_without_body(ep: ExportedProgram) -> None:
             f"operator {operator} ({line}) has no C++ body for cpu, so a program with it could not run; "
             f"allowed: torch's own and {', '.join(map(str, bodies))}; a pass has to replace it"
         )
+
+
+def refuse_strided_constants(ep: ExportedProgram) -> None:
+    """Raises ``RuntimeError`` for a constant that is not dense in row-major order, as the data file stores them all."""
+    for name, spec in constant_specs(ep):
+        value = constant_value(ep, spec)
+        if not value.is_contiguous():
+            raise RuntimeError(
+                f"constant {name!r} has sizes {list(value.shape)} and strides {list(value.stride())}; only dense "
+                f"row-major tensors can be stored: register its contiguous()"
+            )
 
 
 def missing_from_host(code: Path, libraries: KernelLibraries) -> set[str]:

@@ -59,6 +59,7 @@ class Artifact:
         try:
             artifact._check_files(check_data)
             artifact._check_machine()
+            artifact._check_parts()
         except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(f"{file} is damaged ({error!r}); copy it again or lower again") from error
         return artifact
@@ -112,6 +113,21 @@ class Artifact:
                 f"{self.path} was lowered with torch {made_with}, installed is {here}; "
                 f"install that version or lower again"
             )
+
+    def _check_parts(self) -> None:
+        """That what loading and the tokenizer read of the manifest is there, and of the right kind."""
+        manifest, host, text = self.manifest, self.manifest["host"], self.manifest["tokenizer"]
+        found = [(host["kind"], str), (text["stop_ids"], list), (text["add_bos"], bool)]
+        found += [(text[key], object) for key in ("bos_id", "chat_template")]
+        found += [(host[key], str) for key in ("name", "sha256") if host["kind"] != "torch"]
+        found += [(buffer["name"], str) for buffer in manifest["sharing"]]
+        found += [(buffer["writers"], list) for buffer in manifest["sharing"]]
+        for name in manifest["methods"] | manifest["native_code"]:
+            ranges = manifest["methods"][name]
+            found += [(manifest["native_code"][name], str), (ranges["min_rows"], int), (ranges["max_rows"], int)]
+        for value, kind in found:
+            if not isinstance(value, kind):
+                raise TypeError(f"{value!r} in the place of a {kind.__name__}")
 
     def load(self) -> "Program":
         """Loads the methods. Raises ``ArtifactError`` or ``ContainerError``."""

@@ -129,7 +129,7 @@ class ProgramFile:
         data = self.file.data
         if len(data) < 64 or data[4:8] != b"ET12" or data[8:12] != b"eh00":
             raise ContainerError(
-                f"{path} is not an ExecuTorch program (identifier {bytes(data[4:8])!r}, expected b'ET12')"
+                f"{path} is not an ExecuTorch program (identifier {bytes(data[4:12])!r}, expected b'ET12eh00')"
             )
         _, size, self._base = struct.unpack_from("<IQQ", data, 12)
         self.file.slice(0, size)
@@ -168,6 +168,8 @@ class ProgramFile:
         return bytes(self.segment(index))
 
     def segment(self, index: int) -> memoryview:
+        if index >= len(self._segments):
+            raise ContainerError(f"{self.file.path} is damaged: it has {len(self._segments)} segments, none {index}")
         offset, size = self._segments[index]
         return self.file.slice(self._base + offset, size)
 
@@ -207,7 +209,7 @@ class DataFile:
         data = self.file.data
         if len(data) < 48 or data[4:8] != b"FT01" or data[8:12] != b"FH01":
             raise ContainerError(
-                f"{path} is not an ExecuTorch data file (identifier {bytes(data[4:8])!r}, expected b'FT01')"
+                f"{path} is not an ExecuTorch data file (identifier {bytes(data[4:12])!r}, expected b'FT01FH01')"
             )
         offset, size, base, total = struct.unpack_from("<QQQQ", data, 16)
         self.file.slice(base, total)
