@@ -34,11 +34,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pass:
-    """Base of all passes. ``requires`` and ``ensures``: facts about a program. ``exact``: keeps every bit."""
+    """Base of all passes.
+
+    ``requires``, ``ensures`` and ``breaks`` name facts about a program (``eyas.passes.facts``): those that must hold
+    before, those that hold after unless a candidate was refused, and those that need not hold after. ``exact``: keeps
+    every bit of every output.
+    """
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]] = frozenset()
     ensures: ClassVar[frozenset[str]] = frozenset()
+    breaks: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True
 
     def __post_init__(self):

@@ -37,6 +37,7 @@ class MaskedSdpa(MethodPass):
     name: ClassVar[str] = "masked_sdpa"
     exact: ClassVar[bool] = False
     ensures: ClassVar[frozenset[str]] = frozenset({"row_invariant_attention"})
+    breaks: ClassVar[frozenset[str]] = frozenset({"visible_masks"})
 
     def run_method(self, method: str, ep: ExportedProgram) -> Outcome:
         outcome = Outcome()
