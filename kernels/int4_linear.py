@@ -60,8 +60,7 @@ MAX_SMALL_ROWS = 16  # rows that one tile of the small-M kernel takes
 
 @torch.library.custom_op("eyas::int4_smallm", mutates_args=())
 def int4_smallm(x: Tensor, qweight: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int) -> Tensor:
-    """``eyas::int4_linear`` for ``x`` of 1 to ``MAX_SMALL_ROWS`` rows: one pass over the weights, and rows whose bits do
-    not depend on each other."""
+    """``eyas::int4_linear`` for 1 to ``MAX_SMALL_ROWS`` rows: one pass over the weights, rows independent."""
     return int4_linear(x, qweight, scales, offsets, group_size)
 
 

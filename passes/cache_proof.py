@@ -95,9 +95,7 @@ def unrepeated(node: Node) -> Node:
 
 def keeps_type(node: Node, source: Node) -> bool:
     a, b = node.meta["val"], source.meta["val"]
-    return (
-        a.dtype == b.dtype and a.ndim == b.ndim and all(statically_known_true(x == y) for x, y in zip(a.shape, b.shape))
-    )
+    return a.dtype == b.dtype and known_equal(a.shape, b.shape)
 
 
 def repeated_by_expand(node: Node) -> Node | None:

@@ -83,6 +83,8 @@ def run_pipeline(
                 verify(program, snapshot)
         except FAILURES as error:
             raise PassError(f"{place} failed: {type(error).__name__}: {error}") from error
+        if one.must_fire and not outcome.rewrites:
+            raise PassError(f"{place} must fire and did not: {nearest(outcome.refusals)}")
         ensured -= one.breaks
         for fact in sorted(one.ensures if not outcome.refusals else ()):  # one that was left alone belies the fact
             against = FACTS[fact](program) if fact in FACTS else None
@@ -148,6 +150,17 @@ def arrange(passes: Sequence[Pass], kept: int = 0) -> list[Pass]:
     except nx.NetworkXUnfeasible as error:
         cycle = [graph.edges[edge[:2]]["why"] for edge in nx.find_cycle(graph)]
         raise PassError(f"these passes cannot be ordered: {'; '.join(cycle)}") from error
+
+
+def nearest(refusals: Sequence[Refusal]) -> str:
+    """Why the candidates were refused: each reason once, the most frequent first, with a node that it holds for."""
+    reasons = Counter(refusal.reason for refusal in refusals)
+    first = {refusal.reason: refusal for refusal in reversed(refusals)}
+    texts = [
+        f"{reason} ({count} times, first at {first[reason].node} of method {first[reason].method!r})"
+        for reason, count in reasons.most_common()
+    ]
+    return "; ".join(texts) or "there is no candidate: no node of the kind that it rewrites"
 
 
 def before(records: list[PassRecord]) -> str:
