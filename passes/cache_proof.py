@@ -43,7 +43,7 @@ def written_cache(ep: ExportedProgram, value: Node, reader: Node) -> Written | s
         return f"the buffer {buffers[root]} is written {len(writes)} times"
     if order[writes[0]] > order[reader]:
         return f"the buffer {buffers[root]} is written after it is read"
-    return positions_of(writes[0], root)
+    return positions_of(writes[0], node)
 
 
 def written_by(node: Node) -> set[Node]:
