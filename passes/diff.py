@@ -38,6 +38,16 @@ def side_by_side(before: str, after: str, context: int = 3) -> Iterator[Row]:
             yield Row("skipped", str(len(left) - head - tail), "")
             yield from (Row("equal", x, x) for x in left[len(left) - tail :])
             continue
-        for n in range(max(len(left), len(right))):
-            old, new = (side[n] if n < len(side) else "" for side in (left, right))
-            yield Row("changed" if old and new else "removed" if old else "added", old, new)
+        yield from paired(left, right)
+
+
+def paired(left: list[str], right: list[str]) -> Iterator[Row]:
+    """Rows of two stretches that differ: lines that define the same value stand side by side."""
+    names = [[line.split(":")[0] for line in side] for side in (left, right)]
+    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, *names, autojunk=False).get_opcodes():
+        if tag == "equal":
+            for old, new in zip(left[i:i_end], right[j:j_end]):
+                yield Row("equal" if old == new else "changed", old, new)
+            continue
+        yield from (Row("removed", old, "") for old in left[i:i_end])
+        yield from (Row("added", "", new) for new in right[j:j_end])

@@ -9,17 +9,18 @@ from collections.abc import Callable, Collection
 
 import torch
 
+import eyas.kernels  # noqa: F401  registers the operators
 from eyas.passes.program import Program
 from eyas.passes.split_copy_to_slice import SPLITS
 
-aten, eyas = torch.ops.aten, torch.ops.eyas
+aten, own = torch.ops.aten, torch.ops.eyas
 
 STOCK_ATTENTION = (aten.scaled_dot_product_attention.default,)
 STOCK_PRODUCTS = (
-    aten.linear.default, aten.addmm.default, aten.mm.default, eyas.int8_linear.default, eyas.int4_linear.default,
-    eyas.int4_smallm.default, eyas.int4_anym.default,
+    aten.linear.default, aten.addmm.default, aten.mm.default, own.int8_linear.default, own.int4_linear.default,
+    own.int4_smallm.default, own.int4_anym.default,
 )  # fmt: skip
-PANELS = (eyas.panel_linear.default, eyas.panel_int8_linear.default, eyas.panel_int4_linear.default)
+PANELS = (own.panel_linear.default, own.panel_int8_linear.default, own.panel_int4_linear.default)
 
 
 def none_of(targets: Collection[object]) -> Callable[[Program], str | None]:
@@ -53,7 +54,7 @@ FACTS: dict[str, Callable[[Program], str | None]] = {
     "row_invariant_linear": none_of(STOCK_PRODUCTS),
     "shared_buffers": shared,
     "unpacked_weights": none_of(PANELS),
-    "visible_masks": none_of((eyas.masked_sdpa.default,)),
+    "visible_masks": none_of((own.masked_sdpa.default,)),
 }
 
 

@@ -29,6 +29,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
     p.add_argument("--no-verify", action="store_true", help="do not check the graph after each pass")
     p.add_argument("--list-passes", action="store_true", help="print the passes with their options and stop")
+    add_target_options(p)
+    return p
+
+
+def add_target_options(p: argparse.ArgumentParser) -> None:
+    """The options of tracing a target."""
     g = p.add_argument_group("tracing a target")
     g.add_argument("--checkpoint", type=Path, help="a .gguf file or a Hugging Face folder, instead of the target's own")
     g.add_argument("--draft", default="untrained", help="folder of an EAGLE-3 head, or 'untrained' (default)")
@@ -36,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--max-seq-len", type=int, default=2048, help="positions in the caches (default 2048)")
     g.add_argument("--max-prefill", type=int, help="largest chunk of a prompt (default: the window, at most 512)")
     g.add_argument("--max-chain", type=int, default=7, help="most proposals a round (default 7)")
-    return p
 
 
 def main(argv: list[str] | None = None) -> int:
