@@ -1,5 +1,6 @@
 """Finds the cache behind an attention's keys or values, and proves where it was last written."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -22,33 +23,45 @@ class Written:
     positions: Node
 
 
-def written_cache(ep: ExportedProgram, value: Node, reader: Node) -> Written | str:
-    """The cache that ``value`` shows to ``reader``, or why it is none."""
-    node = unrepeated(value)
-    buffers = {n: name for name, n in constant_nodes(ep).items()}
-    if node.op == "call_function" and node.target in (aten.index_copy.default, aten.index_put.default):
-        if node.args[0] not in buffers:
-            return f"%{node.args[0].name}, which is written, is no buffer"
-        return positions_of(node, node)
-    root = storage_root(node)
-    if root not in buffers:
-        return f"they come from %{node.name}, which is no buffer"
-    if node is not root and node.target not in (aten.index_copy_.default, aten.index_put_.default):
-        return f"%{node.name} is only a part or another view of the buffer {buffers[root]}"
-    order = {n: i for i, n in enumerate(ep.graph.nodes)}
-    writes = [n for n in ep.graph.nodes if root in written_by(n)]
-    if not writes:
-        return f"no node writes the buffer {buffers[root]}"
-    if len(writes) > 1:
-        return f"the buffer {buffers[root]} is written {len(writes)} times"
-    if order[writes[0]] > order[reader]:
-        return f"the buffer {buffers[root]} is written after it is read"
-    return positions_of(writes[0], node)
+class Caches:
+    """The buffers of a method and the nodes that write them, looked up once for all of its attentions."""
+
+    def __init__(self, ep: ExportedProgram):
+        self.buffers = {node: name for name, node in constant_nodes(ep).items()}
+        self.order = {node: i for i, node in enumerate(ep.graph.nodes)}
+        self.writes: dict[Node, list[Node]] = defaultdict(list)
+        for node in ep.graph.nodes:
+            for root in written_by(node):
+                self.writes[root].append(node)
+
+    def behind(self, value: Node, reader: Node) -> Written | str:
+        """The cache that ``value`` shows to ``reader``, or why it is none."""
+        node = unrepeated(value)
+        if node.op == "call_function" and node.target in (aten.index_copy.default, aten.index_put.default):
+            if node.args[0] not in self.buffers:
+                return f"%{node.args[0].name}, which is written, is no buffer"
+            return positions_of(node, node)
+        root = storage_root(node)
+        if root not in self.buffers:
+            return f"they come from %{node.name}, which is no buffer"
+        name, writes = self.buffers[root], self.writes[root]
+        if node is not root and node.target not in (aten.index_copy_.default, aten.index_put_.default):
+            return f"%{node.name} is only a part or another view of the buffer {name}"
+        if not writes:
+            return f"no node writes the buffer {name}"
+        if len(writes) > 1:
+            return f"the buffer {name} is written {len(writes)} times"
+        if self.order[writes[0]] > self.order[reader]:
+            return f"the buffer {name} is written after it is read"
+        return positions_of(writes[0], node)
 
 
 def written_by(node: Node) -> set[Node]:
     """The storages that a node writes in place."""
     roots: set[Node] = set()
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:  # most nodes; a graph is looked through for each attention
+        return roots
     for argument, value in schema_arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
             torch.fx.node.map_arg(value, lambda n: roots.add(storage_root(n)))

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from eyas.passes.program import given
+from eyas.passes.cache_proof import written_by
+from eyas.passes.program import given, storage_root
 
 aten = torch.ops.aten
+HARMLESS = (aten.detach_.default,)  # by its schema it writes, but no value changes
 HIDDEN = -1e9  # an additive mask hides what it lowers by as much as this, or more
 
 
@@ -86,7 +88,9 @@ def why_not_causal(mask: Node, positions: Node, constants: Mapping[Node, Tensor]
         return "its mask is no mask of keys, but a number"
     terms = sorted(t for t in value.terms if not (t.p >= 0 and t.j >= 0 and t.c >= 0))  # always true
     if len(terms) == 1 and causal(terms[0]):
-        return None if read.row is not None and read.key == read.row + 1 else "its mask has keys before rows"
+        last = mask.meta["val"].ndim - 1
+        rows_and_keys = (read.row, read.key) == (last - 1, last)
+        return None if rows_and_keys else "its mask has not rows and keys as its last dimensions"
     for term in terms:
         if (term.p, term.j) == (-1, 1):
             return f"its mask is a sliding window of {term.c + 1} keys"
@@ -104,6 +108,7 @@ class Reader:
     def __init__(self, positions: Node, constants: Mapping[Node, Tensor]):
         self.positions, self.constants = positions, constants
         self.known: dict[Node, Axes] = {positions: Axes(Affine(1, 0, 0), row=0)}
+        self.written = set().union(*(written_by(n) for n in positions.graph.nodes if n.target not in HARMLESS))
 
     def read(self, node: object) -> Axes:
         if isinstance(node, bool):
@@ -114,6 +119,8 @@ class Reader:
             return Axes(node)
         if not isinstance(node, Node):
             raise NotUnderstood(f"its mask depends on {node!r}")
+        if storage_root(node) in self.written:
+            raise NotUnderstood(f"its mask depends on %{node.name}, which is written in place")
         if node not in self.known:
             self.known[node] = self.constant(node) if node.op == "placeholder" else self.operator(node)
         return self.known[node]
@@ -192,7 +199,12 @@ def both(reader: Reader, node: Node) -> Axes:
     (a, b), axes = align(reader, node, node.args[0], node.args[1])
     if not all(isinstance(x, Seen) and not x.additive for x in (a, b)):
         raise reader.not_understood(node)
-    return Axes(Seen(a.terms | b.terms), axes.row, axes.key)
+    return Axes(Seen(strictest(a.terms | b.terms)), axes.row, axes.key)
+
+
+def strictest(terms: frozenset[Affine]) -> frozenset[Affine]:
+    """Without the terms that another one implies: those that differ from it by a larger constant."""
+    return frozenset(t for t in terms if not any((t.p, t.j) == (u.p, u.j) and u.c < t.c for u in terms))
 
 
 def invert(reader: Reader, node: Node) -> Axes:
