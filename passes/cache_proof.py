@@ -53,6 +53,10 @@ class Caches:
             return f"the buffer {name} is written {len(writes)} times"
         if self.order[writes[0]] > self.order[reader]:
             return f"the buffer {name} is written after it is read"
+        while value is not node:  # on the way there may be copies, which do not see a later write
+            if self.order[value] < self.order[writes[0]]:
+                return f"%{value.name} is made of the buffer {name} before it is written"
+            value = value.args[0]
         return positions_of(writes[0], node)
 
 
