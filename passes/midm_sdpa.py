@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from eyas.kernels import sdpa_midm
 from eyas.passes.base import MethodPass, Outcome, Refusal, source_line
-from eyas.passes.cache_proof import Written, written_cache
+from eyas.passes.cache_proof import Caches, Written
 from eyas.passes.mask_proof import why_not_causal
 from eyas.passes.masked_sdpa import Call
 from eyas.passes.program import (
@@ -66,11 +66,12 @@ class MidmSdpa(MethodPass):
         outcome, specs = Outcome(), dict(constant_specs(ep))
         written = mutated_buffers(ep)
         constants = {n: constant_value(ep, specs[c]) for c, n in constant_nodes(ep).items() if c not in written}
+        caches = Caches(ep)
         for node in list(ep.graph.nodes):
             if node.op != "call_function" or node.target is not aten.scaled_dot_product_attention.default:
                 continue
             call = Call.of(node)
-            proof = prove(ep, call, node, constants, self.max_m)
+            proof = prove(ep, call, node, caches, constants, self.max_m)
             if isinstance(proof, str):
                 outcome.refusals.append(Refusal(method, source_line(node), proof))
                 continue
@@ -96,7 +97,9 @@ class Proof:
     positions: Node
 
 
-def prove(ep: ExportedProgram, call: Call, node: Node, constants: Mapping[Node, Tensor], max_m: int) -> Proof | str:
+def prove(
+    ep: ExportedProgram, call: Call, node: Node, caches: Caches, constants: Mapping[Node, Tensor], max_m: int
+) -> Proof | str:
     """The proof that the kernel computes what ``node`` does, or the reason why there is none."""
     q = call.q.meta["val"]
     if call.dropout:
@@ -110,16 +113,16 @@ def prove(ep: ExportedProgram, call: Call, node: Node, constants: Mapping[Node, 
     _, rows = bounds(ep, [q.shape[2]])
     if rows is None or rows > max_m:
         return f"a call has up to {'any number of' if rows is None else rows} rows; max_m is {max_m}"
-    caches: list[Written] = []
+    found: list[Written] = []
     for what, value in (("keys", call.k), ("values", call.v)):
-        cache = written_cache(ep, value, node)
+        cache = caches.behind(value, node)
         if isinstance(cache, str):
             return f"its {what} are not a flat cache: {cache}"
-        caches.append(cache)
-    k, v = caches
+        found.append(cache)
+    k, v = found
     if k.positions is not v.positions:
         return f"its keys were written at %{k.positions.name}, its values at %{v.positions.name}"
-    shapes = [cache.value.meta["val"].shape for cache in caches]
+    shapes = [cache.value.meta["val"].shape for cache in found]
     if not known_equal(*shapes):
         return f"its caches have shapes {list(shapes[0])} and {list(shapes[1])}; the kernel takes equal ones"
     if q.shape[1] % shapes[0][1]:
@@ -133,7 +136,7 @@ def prove(ep: ExportedProgram, call: Call, node: Node, constants: Mapping[Node, 
         return f"its cache is a ring: it is written at %{k.positions.name} = {k.positions.target}"
     if reason := why_not_causal(call.mask, k.positions, constants):
         return reason
-    if any(cache.value.meta["val"].dtype != q.dtype for cache in caches):
+    if any(cache.value.meta["val"].dtype != q.dtype for cache in found):
         return f"the query is {q.dtype}, its caches are not"
     if reason := sdpa_midm.supports(q.shape[3], q.dtype, max(q.shape[0], shapes[0][0]), rows):
         return reason

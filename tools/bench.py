@@ -5,6 +5,7 @@ python -m eyas.tools.bench identity DIR
 python -m eyas.tools.bench eager DIR
 python -m eyas.tools.bench quant
 python -m eyas.tools.bench lowering --target gemma3_270m
+python -m eyas.tools.bench passes
 """
 
 import argparse
@@ -37,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     lowering = commands.add_parser("lowering", help="seconds and memory of lowering, cold and warm, and of loading")
     lowering.add_argument("--target", default="gemma3_270m")
     lowering.add_argument("--quant", default="int8")
+    passes = commands.add_parser("passes", help="seconds of each pass on decoders of growing depth")
+    passes.add_argument("--layers", default="18,72", help="comma-separated (default 18,72)")
     return p
 
 
@@ -66,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
         from eyas.tools.bench_program import bench_quant
 
         figures = bench_quant(args.target, args.checkpoint, args.recipes.split(","))
+    elif args.command == "passes":
+        from eyas.tools.bench_passes import bench_passes
+
+        figures = bench_passes([int(part) for part in args.layers.split(",")])
     else:
         from eyas.tools.bench_lowering import bench_lowering
 
