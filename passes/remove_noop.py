@@ -32,20 +32,20 @@ class RemoveNoop(MethodPass):
         %y: f32[1,s0,640] = aten.pow.Tensor_Scalar(%x, 2)
 
     The tracer writes both lines for each ``x.float()``. Left alone: results of another dtype, shape, stride or device;
-    copies (``copy=True``, and ``_to_copy`` of what is written in place somewhere, or handed out as it came in), for
+    copies (``copy=True``, ``_to_copy``) of what is written in place somewhere or handed out, also through a view, for
     those are two tensors; and results that the method gives out beside their argument.
     """
 
     name: ClassVar[str] = "remove_noop"
 
     def run_method(self, method: str, ep: ExportedProgram) -> Outcome:
-        outcome, written = Outcome(), written_roots(ep)
+        outcome, kept = Outcome(), written_roots(ep) | handed_out(ep)
         for node in list(ep.graph.nodes):
             if node.op != "call_function":
                 continue
             if node.target in CHECKS and known(node):
                 ep.graph.erase_node(node)
-            elif (node.target in CASTS or node.target in SHAPES) and is_identity(node, written):
+            elif (node.target in CASTS or node.target in SHAPES) and is_identity(node, kept):
                 replace_node(ep, node, given(node, 0))
             else:
                 continue
@@ -68,8 +68,14 @@ def known(node: Node) -> bool:
     )
 
 
-def is_identity(node: Node, written: set[Node]) -> bool:
-    """Whether a node's result can be its argument itself."""
+def handed_out(ep: ExportedProgram) -> set[Node]:
+    """The nodes that made the storages which a method's results lie in."""
+    output = next(node for node in ep.graph.nodes if node.op == "output")
+    return {storage_root(node) for node in output.all_input_nodes}
+
+
+def is_identity(node: Node, kept: set[Node]) -> bool:
+    """Whether a node's result can be its argument itself; ``kept``: whose copies are two tensors to the eye."""
     source = given(node, 0)
     got, had = node.meta["val"], source.meta["val"]
     if (got.dtype, got.device, got.layout) != (had.dtype, had.device, had.layout):
@@ -79,7 +85,7 @@ def is_identity(node: Node, written: set[Node]) -> bool:
     if any(user.op == "output" for user in node.users):  # its argument may be an input, a buffer or another result
         return False
     copies = node.target is aten._to_copy.default or copy_argument(node)
-    return not (copies and (storage_root(source) in written or storage_root(node) in written))
+    return not (copies and (storage_root(source) in kept or storage_root(node) in kept))
 
 
 def copy_argument(node: Node) -> bool:
