@@ -37,16 +37,16 @@ class PassRecord:
     refusals: tuple[Refusal, ...]
     seconds: float
     verify_seconds: float
-    before: Counter
-    after: Counter
+    before: dict[str, int]
+    after: dict[str, int]
 
     @property
     def nodes_before(self) -> int:
-        return self.before.total()
+        return sum(self.before.values())
 
     @property
     def nodes_after(self) -> int:
-        return self.after.total()
+        return sum(self.after.values())
 
 
 class Observer(Protocol):
@@ -167,10 +167,7 @@ def before(records: list[PassRecord]) -> str:
     return ", ".join(record.spec for record in records) or "no passes"
 
 
-def count_operators(program: Program) -> Counter:
+def count_operators(program: Program) -> dict[str, int]:
     """Nodes of each operator over all methods; placeholders and outputs under those names."""
-    return Counter(
-        str(node.target) if node.op == "call_function" else node.op
-        for ep in program.methods.values()
-        for node in ep.graph.nodes
-    )
+    nodes = (node for ep in program.methods.values() for node in ep.graph.nodes)
+    return dict(Counter(str(node.target) if node.op == "call_function" else node.op for node in nodes))

@@ -117,7 +117,7 @@ class Recording:
             for name, ep in program.methods.items()
         }
         text = {name: [self.line(line) for line in text.splitlines()] for name, text in self.texts.items()}
-        counts = {name: dict(count_operators(Program({name: ep}))) for name, ep in program.methods.items()}
+        counts = {name: count_operators(Program({name: ep})) for name, ep in program.methods.items()}
         return {"text": text, "costs": counted, "counts": counts}
 
     def line(self, text: str) -> int:
