@@ -193,7 +193,7 @@ def compare(method: str, rows: int, a: Sample, b: Sample) -> Difference:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """Largest difference over the largest value; for integers the share of elements that differ; infinite for other
-    shapes, dtypes or where one is not a number.
+    shapes, dtypes, infinities or where one is not a number.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
@@ -202,9 +202,9 @@ def distance(a: Tensor, b: Tensor) -> float:
     if not a.dtype.is_floating_point:
         return float((a != b).double().mean())
     a, b = a.double(), b.double()
-    if not torch.equal(a.isfinite(), b.isfinite()):
-        return float("inf")
     finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()) or not torch.allclose(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
     return float((a[finite] - b[finite]).abs().max() / a[finite].abs().max().clamp_min(1e-30))
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from eyas.passes.base import source_line
 from eyas.passes.printer import Symbols, value_type
-from eyas.passes.program import Program, constant_specs, mutated_buffers, storage_root
+from eyas.passes.program import Program, constant_specs, mutated_buffers, storage_root, written_roots
 
 
 class VerifyError(RuntimeError):
@@ -51,7 +51,7 @@ def call_of(node: Node) -> tuple:
 
 
 def interface(ep: ExportedProgram) -> dict[str, object]:
-    """What callers of a method see, in words: its inputs, results, written buffers, aliases and ranges."""
+    """What callers of a method see, in words: its inputs, results, what it writes, aliases and ranges."""
     symbols, signature = Symbols(), ep.graph_signature
     nodes = {node.name: node for node in ep.graph.nodes}
     output = next(node for node in ep.graph.nodes if node.op == "output")
@@ -69,6 +69,7 @@ def interface(ep: ExportedProgram) -> dict[str, object]:
             for root in roots
         ],
         "written buffers": sorted(mutated_buffers(ep)),
+        "written inputs": sorted(root.name for root in written_roots(ep) if root.name in inputs),
         "ranges": sorted((symbols.rename(str(s)), str(r)) for s, r in ep.range_constraints.items()),
     }
 

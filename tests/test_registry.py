@@ -105,7 +105,7 @@ def test_a_pass_shows_the_text_before_and_after(name):
     for block in (before.strip("\n"), after):
         lines = block.splitlines()
         assert 1 <= len(lines) <= 12 and all(line.startswith("    ") for line in lines)
-        assert all(re.match(r"    (method \w+ +)?%\w+: (.*\[.*\].*|none) = ", line) for line in lines), block
+        assert all(": " in line and ("[" in line or ": none = " in line) for line in lines), block
 
 
 def test_pipelines_name_passes_that_there_are():
