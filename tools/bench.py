@@ -26,6 +26,10 @@ def parser() -> argparse.ArgumentParser:
     identity.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
     identity.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     identity.add_argument("--no-eager", action="store_true", help="leave out the comparison with the eager module")
+    texts = commands.add_parser("texts", help="whether two artifacts of one model write the same")
+    texts.add_argument("artifacts", type=Path, nargs=2)
+    texts.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
+    texts.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     eager = commands.add_parser("eager", help="target_verify and greedy decoding against eager and transformers")
     eager.add_argument("artifact", type=Path)
     eager.add_argument("--new-tokens", type=int, default=48, help="new tokens a timed generation (default 48)")
@@ -57,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
         from eyas.tools.bench_program import bench_identity
 
         figures = bench_identity(args.artifact, args.prompts, args.new_tokens, not args.no_eager)
+    elif args.command == "texts":
+        from eyas.tools.bench_program import bench_texts
+
+        figures = bench_texts(args.artifacts, args.prompts, args.new_tokens)
     elif args.command == "eager":
         from eyas.tools.bench_program import bench_eager
 
