@@ -128,11 +128,12 @@ def arrange(passes: Sequence[Pass], kept: int = 0) -> list[Pass]:
     """``passes`` in an order that their facts allow, as close to the given one as that permits; the first ``kept`` stay
     in theirs. Raises ``PassError`` for a cycle, naming the passes in it.
 
-    A fact's giver comes before the pass that requires it; that one before a pass that breaks the fact, and a pass that
-    breaks it before one that gives it.
+    A pass that breaks a fact comes before the one that gives it, and that one before the pass that requires it; where
+    no pass gives it, the one that requires it comes before the one that breaks it.
     """
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(passes)))
+    given = frozenset().union(*(one.ensures for one in passes))
     for i in range(1, kept):
         graph.add_edge(i - 1, i, why=f"{passes[i - 1]} is asked for before {passes[i]}")
     for i, one in enumerate(passes):
@@ -141,7 +142,7 @@ def arrange(passes: Sequence[Pass], kept: int = 0) -> list[Pass]:
                 continue
             for fact in sorted(one.ensures & other.requires):
                 graph.add_edge(i, j, why=f"{other} requires {fact}, which {one} ensures")
-            for fact in sorted(one.requires & other.breaks):
+            for fact in sorted((one.requires & other.breaks) - given):
                 graph.add_edge(i, j, why=f"{one} requires {fact}, which {other} breaks")
             for fact in sorted((one.breaks - one.ensures) & other.ensures):
                 graph.add_edge(i, j, why=f"{other} ensures {fact}, which {one} breaks")
