@@ -103,7 +103,7 @@ def load_file(path: Path):
         raise ValueError(f"{path} is no .pt2 file, or a truncated one; write it with torch.export.save")
     try:
         return torch.export.load(path)
-    except (RuntimeError, KeyError, AssertionError, zipfile.BadZipFile) as error:
+    except (RuntimeError, ValueError, LookupError, AssertionError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} cannot be loaded as an exported program: {error}") from error
 
 
@@ -196,6 +196,7 @@ def time_table(records):
     from rich.table import Table
 
     table = Table("pass", "rewrites", "refused", "nodes before", "nodes after", "seconds", "checks", title="passes")
+    table.columns[0].no_wrap = True
     for r in records:
         table.add_row(
             r.spec, str(r.rewrites), str(len(r.refusals)), str(r.nodes_before), str(r.nodes_after),
