@@ -74,6 +74,8 @@ def written_by(node: Node) -> set[Node]:
 
 def positions_of(write: Node, cache: Node) -> Written | str:
     """The rows that ``write`` puts its values into."""
+    if not keeps_type(given(write, 0), cache):
+        return f"%{write.name} writes a view of it"
     if write.target in (aten.index_copy_.default, aten.index_copy.default):
         dim, index = given(write, 1), given(write, 2)
         dims = cache.meta["val"].ndim

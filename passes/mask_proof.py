@@ -302,12 +302,14 @@ def sliced(reader: Reader, node: Node) -> Axes:
     if dim == read.row or not isinstance(start, int) or start < 0 or step not in (None, 1):
         raise reader.not_understood(node)
 
+    one = is_one(node.meta["val"].shape[dim])  # of which nothing counts any more
+
     def move(term: Affine) -> Affine:
-        return Affine(term.p, term.j, term.c + term.j * start)
+        return Affine(term.p, 0 if one else term.j, term.c + term.j * start)
 
     value = read.value
     value = move(value) if isinstance(value, Affine) else Seen(frozenset(map(move, value.terms)), value.additive)
-    return Axes(value, read.row, read.key)
+    return Axes(value, read.row, None if one else read.key)
 
 
 def counting(reader: Reader, node: Node) -> Axes:
@@ -317,6 +319,8 @@ def counting(reader: Reader, node: Node) -> Axes:
         step = node.args[2] if len(node.args) > 2 else 1
     if not isinstance(start, int) or step != 1 or node.meta["val"].dtype not in (torch.int64, torch.int32):
         raise reader.not_understood(node)
+    if is_one(node.meta["val"].shape[0]):  # one number, which is broadcast over all keys
+        return Axes(Affine(0, 0, start))
     return Axes(Affine(0, 1, start), key=0)
 
 

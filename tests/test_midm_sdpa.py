@@ -344,6 +344,15 @@ OTHER_MASKS = {
         lambda pos: flat(pos) & (torch.arange(LENGTH) <= 7),
         "its mask shows keys where - key + 7 >= 0 and position - key >= 0, not where key <= position",
     ),
+    "one key for all": (lambda pos: (pos[:, None] >= torch.arange(1)).expand(-1, LENGTH), "its mask hides nothing"),
+    "one key for all, by an and": (
+        lambda pos: (pos[:, None] >= torch.arange(1)) & torch.ones(LENGTH, dtype=torch.bool),
+        "its mask hides nothing",
+    ),
+    "a column for all": (
+        lambda pos: flat(pos)[:, 5:6].expand(-1, LENGTH),
+        "its mask shows keys where position - 5 >= 0, not where key <= position",
+    ),
     "either": (
         lambda pos: flat(pos) | (torch.arange(LENGTH) < 2),
         "its mask depends on %or_1 = aten.__or__.Tensor, which says nothing of positions",
@@ -513,7 +522,13 @@ def heads_in_turn_by_expand(module, k, v, pos):
     return tuple(x[:, None].expand(1, 2, 2, LENGTH, WIDTH).reshape(1, 4, LENGTH, WIDTH) for x in (k, v))
 
 
+def through_a_view(module, k, v, pos):
+    module.k[0].index_copy_(1, pos, k[0])
+    return module.k, module.v.index_copy_(2, pos, v)
+
+
 OTHER_CACHES = {
+    through_a_view: "its keys are not a flat cache: %index_copy_ writes a view of it",
     new_keys_only: "its keys are not a flat cache: %zeros, which is written, is no buffer",
     not_written: "its keys are not a flat cache: no node writes the buffer k",
     values_not_written: "its values are not a flat cache: no node writes the buffer v",
