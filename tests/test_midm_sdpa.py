@@ -696,7 +696,80 @@ def test_the_proof_is_right_exactly_where_the_mask_is_causal(drawn, seed):
     assert (why_not_causal(output.args[0], positions, {}) is None) == truth, text
 
 
-def test_the_property_has_both_sides():
-    """Of simple masks, so that the test above is known to meet causal ones and others."""
+def numbers(draw, depth=2):
+    """A function of positions that makes integers: positions, key indices, parts of them and sums."""
+    if depth and draw(st.booleans()):
+        left, right = numbers(draw, depth - 1), numbers(draw, depth - 1)
+        op = draw(st.sampled_from([torch.add, torch.sub]))
+        return lambda pos: op(left(pos), right(pos))
+    start, kind = draw(st.integers(0, 3)), draw(st.integers(0, 5))
+    return [
+        lambda pos: pos[:, None],
+        lambda pos: pos.int()[None, :, None],
+        lambda pos: torch.arange(LENGTH),
+        lambda pos: torch.arange(2 * LENGTH)[start : start + LENGTH],
+        lambda pos: torch.arange(start, LENGTH)[start : start + 1],
+        lambda pos: torch.full((), start),
+    ][kind]
+
+
+PERTURB = [
+    lambda mask: mask,
+    lambda mask: ~mask,
+    lambda mask: mask[..., 2:3],
+    lambda mask: mask[..., :1].expand(*mask.shape),
+    lambda mask: mask.expand(3, *mask.shape),
+    lambda mask: mask[None],
+    lambda mask: mask.unsqueeze(-1),
+    lambda mask: mask & torch.ones(LENGTH, dtype=torch.bool),
+    lambda mask: mask.clone().contiguous(),
+    lambda mask: mask.view(1, *mask.shape),
+    lambda mask: torch.where(mask, 0.0, float("-inf")),
+    lambda mask: torch.zeros(mask.shape).masked_fill(mask, -1e9),
+    lambda mask: mask.logical_not().logical_not_(),
+]
+
+
+@st.composite
+def stranger_masks(draw):
+    """A comparison of what ``numbers`` makes, or the causal mask, and up to two changes of it."""
+    base = flat
+    if draw(st.booleans()):
+        left, right = numbers(draw), numbers(draw)
+        op = getattr(torch, draw(st.sampled_from(["ge", "gt", "le", "lt"])))
+        base = lambda pos: op(left(pos), right(pos))  # noqa: E731
+    changes = draw(st.lists(st.sampled_from(PERTURB), max_size=2))
+
+    def mask(pos):
+        made = base(pos)
+        for change in changes:
+            made = change(made)
+        return made
+
+    return mask
+
+
+def shows(mask):
+    """Which keys a mask shows, for all heads, rows and keys."""
+    return (mask if mask.dtype == torch.bool else mask == 0).expand(2, 3, 7, LENGTH)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(stranger_masks())
+def test_what_is_not_causal_is_never_taken_for_it(mask):
+    """Broadcasts, parts and changes in place included; what is not understood may be refused."""
+    rows = torch.tensor([0, 1, 2, 9, 21, 22, 23]), torch.tensor([3, 20, 5, 5, 0, 23, 11])
+    try:
+        truth = all(torch.equal(shows(mask(pos)), shows(flat(pos))) for pos in rows)
+        graph = torch.fx.experimental.proxy_tensor.make_fx(mask, tracing_mode="fake")(rows[0]).graph
+    except (RuntimeError, TypeError, IndexError):
+        return  # no mask, or none that attention over these keys could take
+    (positions,) = (node for node in graph.nodes if node.op == "placeholder")
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    if isinstance(output.args[0], torch.fx.Node):
+        assert why_not_causal(output.args[0], positions, {}) is not None or truth, graph
+
+
+def test_there_are_masks_of_both_kinds():
     assert torch.equal(MASKS["not later"](make(5)[3]), flat(make(5)[3]))
     assert not torch.equal(window(make(16)[3]), flat(make(16)[3]))
