@@ -190,19 +190,27 @@ MASKS = {
 }
 
 
-def masked_as(name):
-    """A positive case: the mask of that name."""
+def under_masks(names):
+    """A positive case: attention over one cache under each of the masks of those names."""
+
+    def forward(module, q, k, v, pos):
+        module.k.index_copy_(2, pos, k)
+        module.v.index_copy_(2, pos, v)
+        masks = [mask(module, pos) if mask.__code__.co_argcount == 2 else mask(pos) for mask in map(MASKS.get, names)]
+        attend = F.scaled_dot_product_attention
+        return [attend(q, module.k, module.v, mask, enable_gqa=True) for mask in masks]
 
     def case(one):
-        index = {"index": torch.arange(LENGTH)} if "constant index" in name else {}
-        check(rewrite(one, program_with(layer(MASKS[name]), **index), rows=(1, MAX_ROWS)), FIRES)
+        program = rewrite(one, program_with(forward, index=torch.arange(LENGTH)), (1, MAX_ROWS), rewrites=len(names))
+        check(program, FIRES + "CHECK-NOT: aten.scaled_dot_product_attention\n    CHECK: return")
 
-    case.__name__ = "mask_" + "_".join(name.replace(",", "").split())
+    case.__name__ = f"masks_{'_'.join(names[0].replace(',', '').split())}_and_more"
     return case
 
 
-for name in MASKS:
-    POSITIVE(masked_as(name))
+for kind in ("additive", "constant"):
+    POSITIVE(under_masks([name for name in MASKS if name.startswith(kind)]))
+POSITIVE(under_masks([name for name in MASKS if not name.startswith(("additive", "constant"))]))
 
 
 @POSITIVE
