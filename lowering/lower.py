@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -200,11 +201,14 @@ class Lowering:
         target = self.spec.build(self.checkpoint.config, request.max_seq_len, DTYPE)
         self.limits = Limits(
             request.max_seq_len,
-            request.max_prefill or min(target.max_call_rows, DEFAULT_PREFILL),
+            min(target.max_call_rows, DEFAULT_PREFILL) if request.max_prefill is None else request.max_prefill,
             request.max_chain,
             request.chain,
         )
         self.limits.check(target.max_call_rows)
+        positions = getattr(self.checkpoint.config, "max_positions", None)
+        if positions is not None and request.max_seq_len > positions:
+            raise ValueError(f"--max-seq-len is {request.max_seq_len}; the target was made for {positions} positions")
         self.speculator = Eagle3Speculator(target, Eagle3Head(self.draft.config, request.max_seq_len, DTYPE))
         estimate(self.speculator, self.recipe, self.progress)
         with self.stage("weights"):
@@ -348,7 +352,10 @@ class Lowering:
 
 
 def check_free(out: Path) -> None:
-    """Raises ``ValueError`` where ``out`` is something else than an artifact that may be replaced."""
+    """Raises ``ValueError`` where ``out`` cannot be made, or is something that may not be replaced."""
+    parent = next((folder for folder in out.absolute().parents if folder.exists()), out)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{out} cannot be made: {parent} is no folder that may be written to; choose another place")
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an artifact; choose another folder or remove it")
 
@@ -362,6 +369,7 @@ def making(out: Path) -> Iterator[Path]:
         folder = Path(scratch) / "new"
         folder.mkdir()
         yield folder
+        check_free(out)  # again: somebody may have put something else there meanwhile
         old = Path(scratch) / "old"
         if out.exists():
             out.rename(old)

@@ -1,5 +1,6 @@
 """Decoding through artifacts: speculative text is greedy text, whatever the head proposes and wherever a text ends."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from chain_target import CYCLE, NEXT, STOP
 
 from eyas.models.speculator import greedy_reference, speculative_reference
 from eyas.models.tiny_targets import WINDOW
+from eyas.runtime.artifact import Artifact
+from eyas.runtime.container_files import DataFile
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, tokens
+from eyas.runtime.payload import storage_key
 
 LENGTH = 64  # positions of every program here
 NAMES = ("tiny", "gemma4", "accept", "reject", "mid")
@@ -220,6 +224,61 @@ def test_bad_requests(ids, new, options, message, programs):
         text(SpeculativeDecoder(programs["tiny"]), ids, new, **options)
 
 
+def rows(count: int, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    return tokens([5] * count), positions(start, count)
+
+
+FEATURE = np.zeros((1, 2, 48), np.float32)
+WRONG_CALLS = {
+    "no rows": ("prefill", rows(0), "method 'prefill' takes 1 to 8 rows, the same in every input; got 0"),
+    "a row too many": ("target_verify", rows(9), "takes 1 to 8 rows, the same in every input; got 9"),
+    "a row too many for a chunk": ("prefill", rows(9), "method 'prefill' takes 1 to 8 rows"),
+    "rows that differ": ("prefill", (tokens([5, 6]), positions(0, 3)), "the same in every input; got 2, 3"),
+    "a missing input": ("draft_decode", rows(2), "method 'draft_decode' takes 3 inputs, got 2"),
+    "int32": ("prefill", (tokens([5]).astype(np.int32), positions(0, 1)), "input 0 .* is int64, got int32"),
+    "float64": (
+        "draft_decode",
+        (tokens([5, 6]), FEATURE.astype(np.float64), positions(0, 2)),
+        "input 1 .* is float32, got float64",
+    ),
+    "another rank": ("prefill", (positions(5, 1), positions(0, 1)), r"has shape \[1\], expected \[1, rows\]"),
+    "a batch": ("prefill", (np.full((2, 3), 5), positions(0, 3)), r"has shape \[2, 3\], expected \[1, rows\]"),
+    "another width": (
+        "draft_decode",
+        (tokens([5, 6]), FEATURE[..., :47], positions(0, 2)),
+        r"input 1 .* has shape \[1, 2, 47\], expected \[1, rows, 48\]",
+    ),
+    "past the caches": ("target_verify", rows(2, 63), r"positions .* must lie in 0..63, got 63 to 64"),
+    "before them": ("target_verify", rows(2, -1), r"positions .* must lie in 0..63, got -1 to 0"),
+    "no token": ("target_verify", (tokens([128]), positions(0, 1)), r"tokens .* must lie in 0..127, got 128 to 128"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_calls_that_do_not_fit_are_refused_before_they_run(case, programs):
+    """With the allowed values (M4, M7), and without a trace in the state."""
+    name, inputs, message = WRONG_CALLS[case]
+    program = programs["tiny"]
+    program.reset()
+    with pytest.raises((TypeError, ValueError), match=message):
+        program.method(name)(*inputs)
+    caches = [array for b, array in program.buffers.arrays().items() if ".cache." in b]
+    assert len(caches) == 10 and not any(array.any() for array in caches)
+
+
+def test_an_unknown_method_is_answered_with_those_there_are(programs):
+    with pytest.raises(KeyError, match="no method 'forward'; it has draft_decode, prefill, target_logits, target_veri"):
+        programs["tiny"].method("forward")
+
+
+def test_every_number_of_rows_that_is_allowed_runs(programs):
+    for method in programs["tiny"].methods.values():
+        for count in range(method.min_rows, method.max_rows + 1):
+            extra = (np.zeros((1, count, 48), np.float32),) if method.name == "draft_decode" else ()
+            ids, where = rows(count)
+            assert all(np.isfinite(value.array).all() for value in method(ids, *extra, where))
+
+
 # State
 
 
@@ -253,6 +312,77 @@ def test_what_lies_in_unused_cache_slots_is_never_read(name, programs, monkeypat
         assert all(np.isfinite(value).all() for value in values)
         runs.append((got, [value.tobytes() for value in values]))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_target_and_draft_write_their_own_caches_and_nothing_else(name, programs, lowered):
+    """Equal shapes and alike names do not make them one (I2), and each is held once for all methods (I3, I4)."""
+    program = programs[name]
+    program.reset()
+    arrays, ids = program.buffers.arrays(), (tokens(prompt(4)), positions(0, 4))
+
+    def changed(call) -> tuple[set[str], list]:
+        before = {name: array.tobytes() for name, array in arrays.items()}
+        outputs = call()
+        return {name for name, array in arrays.items() if array.tobytes() != before[name]}, outputs
+
+    of_target, (_, feature) = changed(lambda: program.method("prefill")(*ids))
+    of_draft, _ = changed(lambda: program.method("draft_decode")(ids[0], feature, ids[1]))
+    caches = {b: b.partition(".")[0] for b in arrays if ".cache." in b}
+    assert of_target == {b for b, owner in caches.items() if owner == "target"} and len(of_target) >= 4
+    assert of_draft == {b for b, owner in caches.items() if owner == "draft"} and len(of_draft) == 2
+    assert changed(lambda: program.method("target_verify")(*ids))[0] <= of_target
+    eager = [buffer for b, buffer in lowered[name].speculator().named_buffers() if ".cache." in b]
+    assert program.buffers.mutable_nbytes == sum(buffer.nbytes for buffer in eager)
+    listed = {b["name"]: b["nbytes"] for b in program.artifact.manifest["sharing"]}
+    assert program.buffers.nbytes == sum(listed[b] for b in arrays)
+    assert all(listed[b] <= 32 for b in listed.keys() - arrays.keys())  # tables so small that the code holds them
+
+
+def test_state_starts_and_starts_again_with_the_files_values(lowered, tmp_path):
+    """Not with zeros, where the file says something else (I7)."""
+    folder = lowered["tiny"].copy(tmp_path / "ones")
+    name = "target.layers.0.self_attn.cache.k"
+    offset, size = DataFile(folder / "model.ptd").entries[storage_key("cpu", name)]
+    data = bytearray((folder / "model.ptd").read_bytes())
+    data[offset : offset + size] = np.ones(size // 4, np.float32).tobytes()
+    (folder / "model.ptd").write_bytes(data)
+    program = Artifact.open(folder, check_data=False).load()
+    cache = program.buffers.arrays()[name]
+    assert (cache == 1).all()
+    ids = tokens(prompt(5)), positions(0, 5)
+    first = program.method("prefill")(*ids)[1].array.tobytes()
+    assert not (cache == 1).all()
+    program.reset()
+    assert (cache == 1).all() and (program.buffers.arrays()[name] == 1).all()
+    assert program.method("prefill")(*ids)[1].array.tobytes() == first
+
+
+def test_a_method_outlives_its_program(lowered, programs):
+    """What it needs is kept alive by it alone (M3)."""
+    made = lowered["mid"]
+
+    def methods():
+        program = made.load()
+        return program.method("target_verify"), program.method("draft_decode")
+
+    verify, draft = methods()
+    gc.collect()
+    [bytearray(1 << 20) for _ in range(64)]  # would take the place of what was given back
+    outputs = []
+    programs["mid"].reset()
+    for one, two in (
+        (verify, draft),
+        (programs["mid"].method("target_verify"), programs["mid"].method("draft_decode")),
+    ):
+        ids = tokens(prompt(6)), positions(0, 6)
+        token, feature = one(*ids)
+        outputs.append([value.array.tobytes() for value in (token, feature, *two(ids[0], feature, ids[1]))])
+    assert outputs[0] == outputs[1]
+    held = verify(*ids)[1].array
+    del verify, draft, one, two, token, feature
+    gc.collect()
+    assert np.isfinite(held).all() and held.tobytes() == outputs[0][1]
 
 
 IN_A_FRESH_PROCESS = """

@@ -72,3 +72,10 @@ def test_every_option_that_the_readme_names_exists():
     known = set(re.findall(r"--[a-z-]+", lower.parser().format_help() + run.parser().format_help()))
     known |= {"--doctor"}
     assert set(re.findall(r"(?<![-\w])--[a-z][a-z-]+", README)) <= known
+
+
+def test_the_section_that_the_run_tool_points_to_is_there():
+    source = (Path(__file__).parents[1] / "tools" / "run.py").read_text()
+    (name,) = re.findall(r"see '([^']+)' in the README", source)
+    (section,) = re.findall(rf"^## {name}\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert "bit for bit" in section and "near ties" in section and "Not covered" in section

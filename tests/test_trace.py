@@ -18,6 +18,9 @@ from torch import nn
 from eyas.lowering.lower import Request
 from eyas.lowering.pipelines import FINISH, pipeline_for
 from eyas.lowering.trace import EXTRA_METHODS, METHODS, Limits, TraceError, example_rows, trace, trace_methods
+from eyas.models.eagle3 import Eagle3Config, Eagle3Head
+from eyas.models.eagle3_checkpoint import write_head
+from eyas.models.tiny_targets import random_tensors
 from eyas.passes.pipeline import run_pipeline
 from eyas.passes.printer import print_method
 from eyas.passes.program import Program, constant_specs, constant_value, mutated_buffers
@@ -251,6 +254,22 @@ def test_the_passes_that_cpu_needs_leave_no_candidate_alone(rewritten):
         assert all("ring" in refusal.reason for refusal in found["midm_sdpa"].refusals)
 
 
+def test_the_embedding_is_scaled_once_for_the_target_and_never_for_the_head(traced, rewritten):
+    """The head reads the same table as it is stored (G2)."""
+    scale = re.compile(rf"aten.mul.Tensor\(%\w+, {48**0.5:.5}\d*\)")
+    for family, methods in traced.items():
+        for method in methods:
+            for ep in (methods[method], rewritten[family][0].methods[method]):
+                assert len(scale.findall(print_method(ep))) == (0 if method == "draft_decode" else 1), (family, method)
+
+
+def test_a_tied_table_is_one_constant_for_lookups_head_and_draft(rewritten):
+    for program, _ in rewritten.values():
+        tied = {name: buffer.readers for name, buffer in program.sharing.items() if "target.embed_tokens" in name}
+        assert set(tied) == {f"target.embed_tokens.{part}.panels" for part in ("qweight", "scales")}
+        assert all({"target_verify", "draft_decode"} <= set(readers) for readers in tied.values())
+
+
 def assert_runs_as(speculator, method, ep, runs, atol=1e-5):
     """The graph gives what the model gives in ``runs``, each (first position, rows), and leaves the same caches."""
     speculator.reset()
@@ -284,6 +303,57 @@ def test_the_graph_gives_the_eager_result(speculators, traced, family, method):
 def test_the_passes_for_cpu_keep_the_result(speculators, rewritten, family, method):
     program, _ = rewritten[family]
     assert_runs_as(speculators[family], method, program.methods[method], RUNS, ATOL)
+
+
+# Heads of another shape
+
+
+def head_config(boundaries):
+    return Eagle3Config(
+        vocab_size=128, draft_vocab_size=32, target_hidden_size=48, hidden_size=32, intermediate_size=40, n_heads=4,
+        n_kv_heads=2, head_dim=16, boundaries=boundaries, fc_norm="per_tap", own_embed=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """Speculators whose head is 32 wide over a target of 48, by the streams that it taps; and their methods."""
+    made = {}
+    wanted = {(1, 4): ("prefill", "draft_decode"), (2, 4): ("prefill",), (0, 1, 2, 4): ("prefill", "target_verify")}
+    for boundaries, methods in wanted.items():
+        config, folder = head_config(boundaries), tmp_path_factory.mktemp("heads") / "head"
+        tensors = {name: source.tensor for name, source in random_tensors(Eagle3Head(config, 1), 0).items()}
+        write_head(folder, config, tensors, 3 * torch.arange(32), torch.float32)
+        request = Request(
+            "tiny_gemma3", Path("nowhere"), draft=str(folder), quant="none", max_seq_len=64, max_prefill=8
+        )
+        speculator = eager_speculator(request)
+        made[boundaries] = speculator, trace_methods(speculator, LIMITS, methods)
+    return made
+
+
+@pytest.mark.parametrize("boundaries", [(1, 4), (0, 1, 2, 4)])
+def test_features_have_the_heads_width_whatever_it_taps(boundaries, narrow):
+    """Not the target's, and not that of three taps (A6)."""
+    speculator, methods = narrow[boundaries]
+    for method, ep in methods.items():
+        *_, last = (node for node in ep.graph.nodes if node.op == "output")
+        values = [node.meta["val"] for node in last.args[0] if node.meta["val"].dtype == torch.float32]
+        assert {value.shape[-1] for value in values if value.ndim == 3} == {32}
+        assert_runs_as(speculator, method, copy.deepcopy(ep), RUNS)
+
+
+def test_the_taps_are_the_heads_own(narrow):
+    """Heads that differ in their list alone make other graphs and other features (B3)."""
+    texts, features = set(), []
+    for boundaries in ((1, 4), (2, 4)):
+        speculator, methods = narrow[boundaries]
+        texts.add(print_method(methods["prefill"]))
+        speculator.reset()
+        with torch.no_grad():
+            features.append(speculator.prefill(*inputs_of(speculator, "prefill", 4))[1])
+        speculator.reset()
+    assert len(texts) == 2 and (features[0] - features[1]).abs().max() > 0.1
 
 
 # Limits

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from eyas.tools.console import run_tool, write_json
+from eyas.tools.console import check_writable, run_tool, write_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,26 +22,26 @@ def parser() -> argparse.ArgumentParser:
     kernels = commands.add_parser("kernels", help="cpu kernels against torch's, for each projection of the 270M model")
     kernels.add_argument("--rows", default="1,2,5,8,64", help="numbers of rows (default 1,2,5,8,64)")
     identity = commands.add_parser("identity", help="speculative against greedy text, bits of rows, and eager text")
-    identity.add_argument("artifact", type=Path)
+    identity.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     identity.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
     identity.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     identity.add_argument("--no-eager", action="store_true", help="leave out the comparison with the eager module")
     texts = commands.add_parser("texts", help="whether two artifacts of one model write the same")
-    texts.add_argument("artifacts", type=Path, nargs=2)
+    texts.add_argument("artifacts", type=Path, nargs=2, help="folders that lower.py wrote")
     texts.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
     texts.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     eager = commands.add_parser("eager", help="target_verify and greedy decoding against eager and transformers")
-    eager.add_argument("artifact", type=Path)
+    eager.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     eager.add_argument("--new-tokens", type=int, default=48, help="new tokens a timed generation (default 48)")
     logits = commands.add_parser("logits", help="logits of the 270M target against transformers")
     logits.add_argument("artifact", type=Path, nargs="?", help="an artifact of recipe none with target_logits")
     quant = commands.add_parser("quant", help="perplexity of each recipe on a fixed text")
-    quant.add_argument("--target", default="gemma3_270m")
-    quant.add_argument("--checkpoint", type=Path)
+    quant.add_argument("--target", default="gemma3_270m", help="name of the target (default gemma3_270m)")
+    quant.add_argument("--checkpoint", type=Path, help="a .gguf file or a Hugging Face folder")
     quant.add_argument("--recipes", default="none,int8,int4", help="comma-separated (default none,int8,int4)")
     lowering = commands.add_parser("lowering", help="seconds and memory of lowering, cold and warm, and of loading")
-    lowering.add_argument("--target", default="gemma3_270m")
-    lowering.add_argument("--quant", default="int8")
+    lowering.add_argument("--target", default="gemma3_270m", help="name of the target (default gemma3_270m)")
+    lowering.add_argument("--quant", default="int8", help="int8 (default), int4, none, or a recipe file")
     passes = commands.add_parser("passes", help="seconds of each pass on decoders of growing depth")
     passes.add_argument("--layers", default="18,72", help="comma-separated (default 18,72)")
     return p
@@ -52,10 +52,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_writable(args.stats_json)
     if args.command == "kernels":
+        parts = args.rows.split(",")
+        if bad := [part for part in parts if not part.strip().isdecimal() or int(part) < 1]:
+            raise ValueError(f"--rows takes comma-separated numbers of at least 1, got {bad[0]!r}")
         from eyas.tools.bench_kernels import bench_kernels as measure
 
-        rows = [int(part) for part in args.rows.split(",")]
+        rows = [int(part) for part in parts]
         figures = measure(rows)
     elif args.command == "identity":
         from eyas.tools.bench_program import bench_identity

@@ -345,7 +345,7 @@ def bench_quant(target: str, checkpoint_path: Path | None, recipes: list[str]) -
     console, figures = Console(), {}
     ids = tokenize(find_target(target).open_checkpoint(checkpoint_path), TEXT)
     table = Table(title=f"perplexity on a fixed text of {len(ids)} tokens")
-    for column in ("recipe", "weights, MB", "perplexity", "same next token as none"):
+    for column in ("recipe", "weights, MB", "perplexity", f"same next token as {recipes[0]}"):
         table.add_column(column, justify="right")
     reference = None
     for name in recipes:

@@ -83,11 +83,21 @@ def run_tool(body: Callable[[], int]) -> int:
         return 1
 
 
+def check_writable(path: Path | None) -> None:
+    """Says before the work, not after it, that a file cannot be written there. Raises ``ValueError``."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"no folder {path.parent} for {path.name}; make it first, or name another file")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"the folder {path.parent} may not be written to; name a file elsewhere")
+
+
 def write_json(path: Path, data: Mapping) -> None:
     """Writes a JSON file under a temporary name, then renames it."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"no folder {path.parent} for {path.name}")
+    check_writable(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")

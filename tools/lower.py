@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from eyas.tools.console import ConsoleProgress, run_tool, write_json
+from eyas.tools.console import ConsoleProgress, check_writable, run_tool, write_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.target is None or args.out is None:
         raise ValueError("--target and -o are needed; for example: --target gemma3_270m -o build/gemma3")
+    check_writable(args.stats_json)
     progress = ConsoleProgress(verbose=not args.quiet)
     with progress.stage("load the compiler"):
         from eyas.lowering.lower import Request, lower

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from eyas.tools.console import peak_rss, run_tool, write_json
+from eyas.tools.console import check_writable, peak_rss, run_tool, write_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     if args.raw_prompt and args.chat is not None:
         raise ValueError("--raw-prompt goes with --prompt or --prompt-file; --chat uses the artifact's template")
+    check_writable(args.stats_json)
     start = time.perf_counter()
     from eyas.runtime.artifact import Artifact
     from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     program = artifact.load()
     load_seconds = time.perf_counter() - start
     ids = prompt_ids(args, tokenizer)
-    stop = None if args.stop_ids is None else parse_ids(args.stop_ids)
+    stop = None if args.stop_ids is None else parse_ids(args.stop_ids, int(program.constants["get_vocab_size"]))
     kinds = {"greedy": args.greedy or args.compare_greedy, "speculative": not args.greedy or args.compare_greedy}
     results: dict[str, tuple[list[int], object]] = {}
     for kind in (name for name, wanted in kinds.items() if wanted):
@@ -93,7 +94,7 @@ def prompt_ids(args: argparse.Namespace, tokenizer) -> list[int]:
     if args.prompt_file is not None:
         try:
             text = args.prompt_file.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             raise FileNotFoundError(f"no prompt file at {args.prompt_file}") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{args.prompt_file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
@@ -105,11 +106,11 @@ def prompt_ids(args: argparse.Namespace, tokenizer) -> list[int]:
     return ids
 
 
-def parse_ids(text: str) -> list[int]:
+def parse_ids(text: str, vocab_size: int) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    bad = [part for part in parts if not part.isdigit()]
+    bad = [part for part in parts if not part.isdecimal() or int(part) >= vocab_size]
     if bad:
-        raise ValueError(f"--stop-ids takes comma-separated ids, got {bad[0]!r}")
+        raise ValueError(f"--stop-ids takes comma-separated ids from 0 to {vocab_size - 1}, got {bad[0]!r}")
     return [int(part) for part in parts]
 
 
