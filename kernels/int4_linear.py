@@ -53,3 +53,22 @@ def int4_linear(x: Tensor, qweight: Tensor, scales: Tensor, offsets: Tensor | No
 @int4_linear.register_fake
 def _(x: Tensor, qweight: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], qweight.shape[0]))
+
+
+MAX_SMALL_ROWS = 16  # rows that one tile of the small-M kernel takes
+
+
+@torch.library.custom_op("eyas::int4_smallm", mutates_args=())
+def int4_smallm(x: Tensor, qweight: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int) -> Tensor:
+    """``eyas::int4_linear`` for 1 to ``MAX_SMALL_ROWS`` rows: one pass over the weights, rows independent."""
+    return int4_linear(x, qweight, scales, offsets, group_size)
+
+
+@torch.library.custom_op("eyas::int4_anym", mutates_args=())
+def int4_anym(x: Tensor, qweight: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int) -> Tensor:
+    """``eyas::int4_linear`` for any number of rows, from the same bytes, and fast where there are many."""
+    return int4_linear(x, qweight, scales, offsets, group_size)
+
+
+for chosen in (int4_smallm, int4_anym):
+    chosen.register_fake(lambda x, qweight, scales, offsets, group_size: x.new_empty((*x.shape[:-1], qweight.shape[0])))

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -35,8 +36,9 @@ from eyas.models.recipe import Recipe, load_recipe, materialize, report_lines
 from eyas.models.speculator import Eagle3Speculator
 from eyas.models.target import Checkpoint, find_target
 from eyas.passes.pipeline import PassRecord, run_pipeline
+from eyas.passes.printer import program_hash
 from eyas.passes.program import Derived, Program, SharedBuffer
-from eyas.passes.registry import parse_pipeline, pipeline_text
+from eyas.passes.registry import pipeline_text
 from eyas.passes.share_buffers import plan_lines
 from eyas.runtime.artifact import DATA, FORMAT, FORMAT_VERSION, MANIFEST, PROGRAM, TOKENIZER
 from eyas.runtime.payload import storage_key
@@ -128,6 +130,17 @@ def lower(request: Request, progress: Progress) -> Report:
     return Lowering(request, progress).run()
 
 
+def trace_target(request: Request, methods: Iterable[str] | None, progress: Progress) -> Program:
+    """The program as it is before any pass: the methods named, or the three of every artifact. Raises as ``lower``."""
+    lowering = Lowering(request, progress)
+    allowed = (*METHODS, *EXTRA_METHODS)
+    if unknown := [method for method in methods or () if method not in allowed]:
+        raise ValueError(f"unknown method {unknown[0]!r}; allowed: {', '.join(allowed)}")
+    lowering.read_checkpoints()
+    lowering.load_model()
+    return lowering.trace(METHODS if methods is None else methods)
+
+
 class Lowering:
     """One run of lowering. Weights are held once, and let go before anything is compiled."""
 
@@ -139,7 +152,7 @@ class Lowering:
         if unknown:
             raise ValueError(f"unknown extra method {unknown[0]!r}; allowed: {', '.join(EXTRA_METHODS)}")
         self.methods = tuple(dict.fromkeys((*METHODS, *request.methods)))
-        self.pipeline = parse_pipeline(pipeline_for(request.device, request.passes))
+        self.pipeline = pipeline_for(request.device, request.passes)
         self.report.pipeline = pipeline_text(self.pipeline)
         self.recipe = load_recipe(request.quant)
         self.spec = find_target(request.target)
@@ -153,11 +166,7 @@ class Lowering:
 
     def run(self) -> Report:
         check_free(self.request.out)
-        with self.stage("read checkpoints"):
-            self.checkpoint = self.spec.open_checkpoint(self.request.checkpoint)
-            self.draft = open_draft(self.request.draft, self.checkpoint)
-        for note in self.draft.notes:
-            self.progress.note(f"draft: {note}")
+        self.read_checkpoints()
         self.load_model()
         with making(self.request.out) as folder:
             plan = self.write_program(folder)
@@ -177,6 +186,14 @@ class Lowering:
         self.report.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
         self.report.peak_child_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * scale
         return self.report
+
+    def read_checkpoints(self) -> None:
+        """Opens what the target and the head are made from."""
+        with self.stage("read checkpoints"):
+            self.checkpoint = self.spec.open_checkpoint(self.request.checkpoint)
+            self.draft = open_draft(self.request.draft, self.checkpoint)
+        for note in self.draft.notes:
+            self.progress.note(f"draft: {note}")
 
     def load_model(self) -> None:
         """Builds the speculator and fills it; the checkpoints' own memory is let go."""
@@ -242,16 +259,12 @@ class Lowering:
         """
         from eyas.lowering.executorch_program import write_program
 
-        program = Program({}, constant_methods(self.limits, self.checkpoint, self.draft))
-        for method in self.methods:
-            with self.stage(f"trace {method}"):
-                program.methods |= trace_methods(self.speculator, self.limits, [method])
-        self.speculator = None
-        trim_memory()  # the model itself is in cycles; its weights now belong to the methods alone
+        program = self.trace(self.methods)
         with self.stage("passes"):
             self.report.passes = run_pipeline(program, self.pipeline)
         for line in (*record_lines(self.report.passes), *plan_lines(program.sharing)):
             self.progress.note(line)
+        self.progress.note(f"program {program_hash(program)} after the passes")
         names = tuple(name for name, buffer in program.sharing.items() if buffer.readers or buffer.writers)
         sharing = [buffer_json(program.sharing[name]) for name in names]
         derived = {name: program.derived[name] for name in names if name in program.derived}
@@ -276,6 +289,16 @@ class Lowering:
 
         with self.stage("program file"):
             return self.cache.put("programs", key, fill)
+
+    def trace(self, methods: Iterable[str]) -> Program:
+        """The traced methods. The model itself is let go: its weights then belong to them alone."""
+        program = Program({}, constant_methods(self.limits, self.checkpoint, self.draft))
+        for method in methods:
+            with self.stage(f"trace {method}"):
+                program.methods |= trace_methods(self.speculator, self.limits, [method])
+        self.speculator = None
+        trim_memory()  # it is in cycles
+        return program
 
     def compile(self, program: Program) -> tuple[dict[str, CompiledMethod], Path | None]:
         """Native code of every method, and the library that hosts its tensors; None where that must be torch's."""
@@ -473,8 +496,8 @@ def record_lines(records: list[PassRecord]) -> Iterator[str]:
     """What each pass did, and why it left candidates alone, in words."""
     for r in records:
         yield f"pass {r.spec}: {r.rewrites} rewrites, {r.nodes_before} -> {r.nodes_after} nodes, {r.seconds:.2f} s"
-        for reason in dict.fromkeys(refusal.reason for refusal in r.refusals):
-            yield f"pass {r.spec}: left alone: {reason}"
+        for (method, reason), count in Counter((refusal.method, refusal.reason) for refusal in r.refusals).items():
+            yield f"pass {r.spec}: left {count} of {method} alone: {reason}"
 
 
 def self_check(folder: Path) -> list[str]:

@@ -1,7 +1,11 @@
-"""Named pipelines, as data. ``--passes`` replaces a device's ``OPTIMISE``; its ``FINISH`` always follows."""
+"""Named pipelines, as data. ``--passes`` replaces a device's ``OPTIMISE``; its ``FINISH`` always runs as well."""
+
+from eyas.passes.base import Pass
+from eyas.passes.pipeline import arrange
+from eyas.passes.registry import parse_pipeline
 
 OPTIMISE: dict[str, str] = {
-    "cpu": "split_copy_to_slice,materialize_tables",
+    "cpu": "remove_noop,split_copy_to_slice,midm_sdpa,int4_smallm,dead_code,materialize_tables",
 }
 
 # What a program for the device cannot do without: rows that do not depend on each other, and one storage a name.
@@ -10,9 +14,14 @@ FINISH: dict[str, str] = {
 }
 
 
-def pipeline_for(device: str, passes: str | None) -> str:
-    """The text of the whole pipeline. Raises ``ValueError`` for a device without one."""
+def pipeline_for(device: str, passes: str | None) -> list[Pass]:
+    """The whole pipeline: ``passes`` in their order, or those of ``OPTIMISE``, and those of ``FINISH`` that they do not
+    name, placed by the facts that each requires and breaks. Raises ``ValueError`` for a device without a pipeline, and
+    ``PassError`` for passes that cannot be ordered.
+    """
     if device not in FINISH:
         raise ValueError(f"unknown device {device!r}; allowed: {', '.join(FINISH)}")
-    first = OPTIMISE[device] if passes is None else passes
-    return ",".join(part for part in (first.strip().strip(","), FINISH[device]) if part)
+    asked = parse_pipeline(OPTIMISE[device] if passes is None else passes)
+    named = {one.name for one in asked}
+    finish = [one for one in parse_pipeline(FINISH[device]) if one.name not in named]
+    return arrange([*asked, *finish], kept=len(asked))

@@ -34,12 +34,20 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Pass:
-    """Base of all passes. ``requires`` and ``ensures``: facts about a program. ``exact``: keeps every bit."""
+    """Base of all passes.
+
+    ``requires``, ``ensures`` and ``breaks`` name facts about a program (``eyas.passes.facts``): those that must hold
+    before, those that hold after unless a candidate was refused, and those that need not hold after. ``exact``: keeps
+    every bit of every output. Every pass has the option ``must_fire``: making no rewrite is then an error that gives
+    the reasons.
+    """
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]] = frozenset()
     ensures: ClassVar[frozenset[str]] = frozenset()
+    breaks: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True
+    must_fire: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         for f in dataclasses.fields(self):

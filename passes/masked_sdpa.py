@@ -1,17 +1,15 @@
 """Attention under a boolean mask goes to the cpu kernel whose rows do not depend on each other."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from eyas.kernels import masked_sdpa
 from eyas.passes.base import MethodPass, Outcome, Refusal, source_line
-from eyas.passes.program import replace_node
+from eyas.passes.program import known_equal, replace_node
 
 aten = torch.ops.aten
 
@@ -37,6 +35,7 @@ class MaskedSdpa(MethodPass):
     name: ClassVar[str] = "masked_sdpa"
     exact: ClassVar[bool] = False
     ensures: ClassVar[frozenset[str]] = frozenset({"row_invariant_attention"})
+    breaks: ClassVar[frozenset[str]] = frozenset({"visible_masks"})
 
     def run_method(self, method: str, ep: ExportedProgram) -> Outcome:
         outcome = Outcome()
@@ -113,8 +112,3 @@ class Call:
         if not known_equal(mask.shape, (q.shape[2], k.shape[2])):
             return f"the mask has shape {list(mask.shape)}; the kernel takes {[q.shape[2], k.shape[2]]}, a row a query"
         return masked_sdpa.supports(q.shape[3], q.dtype, max(q.shape[0], k.shape[0]))
-
-
-def known_equal(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
-    """Whether two shapes are equal whatever the dynamic dimensions are."""
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))

@@ -55,12 +55,14 @@ class PanelLinear(Pass):
     name: ClassVar[str] = "panel_linear"
     exact: ClassVar[bool] = False
     ensures: ClassVar[frozenset[str]] = frozenset({"row_invariant_linear"})
+    breaks: ClassVar[frozenset[str]] = frozenset({"unpacked_weights", "shared_buffers"})
 
     def run(self, program: Program) -> Outcome:
         outcome = Outcome()
         nodes = {method: constant_nodes(ep) for method, ep in program.methods.items()}
         written = {name: method for method, ep in program.methods.items() for name in mutated_buffers(ep)}
-        for weight, group in tables(program).items():
+        groups, outcome.refusals = tables(program)
+        for weight, group in groups.items():
             if not any(use.form.product for use in group):
                 continue
             shared = refuse_table(weight, group, nodes, written)
@@ -207,15 +209,21 @@ def emit_int8_rows(emit, node, constants, shape):
 FORMS = {
     aten.linear.default: Form({"weight": 1}, pack_dense, emit_dense),
     eyas.int8_linear.default: Form({"weight": 1, "scales": 2}, pack_int8, emit_int8),
-    eyas.int4_linear.default: Form({"weight": 1, "scales": 2, "offsets": 3}, pack_int4, emit_int4),
+    **{
+        target: Form({"weight": 1, "scales": 2, "offsets": 3}, pack_int4, emit_int4)
+        for target in (eyas.int4_linear.default, eyas.int4_smallm.default, eyas.int4_anym.default)
+    },
     aten.embedding.default: Form({"weight": 0}, pack_dense, emit_dense_rows, product=False),
     eyas.int8_embedding.default: Form({"weight": 1, "scales": 2}, pack_int8, emit_int8_rows, product=False),
 }
 
 
-def tables(program: Program) -> dict[str, list[Use]]:
-    """Every use of every weight that a form covers, by the weight's name, over all methods."""
+def tables(program: Program) -> tuple[dict[str, list[Use]], list[Refusal]]:
+    """Every use of every weight that a form covers, by the weight's name, over all methods; and the products whose
+    weight is no constant.
+    """
     groups: dict[str, list[Use]] = defaultdict(list)
+    refusals = []
     for method, ep in program.methods.items():
         names = {node: name for name, node in constant_nodes(ep).items()}
         for node in ep.graph.nodes:
@@ -224,10 +232,13 @@ def tables(program: Program) -> dict[str, list[Use]]:
                 continue
             arguments = {role: given(node, i) for role, i in form.roles.items()}
             arguments = {role: value for role, value in arguments.items() if value is not None}
-            if all(value in names for value in arguments.values()):
+            computed = [role for role, value in arguments.items() if value not in names]
+            if not computed:
                 tensors = {role: names[value] for role, value in arguments.items()}
                 groups[tensors["weight"]].append(Use(method, ep, node, form, tensors))
-    return groups
+            elif form.product:
+                refusals.append(Refusal(method, source_line(node), f"its {computed[0]} is computed, not a constant"))
+    return groups, refusals
 
 
 def refuse_table(

@@ -74,6 +74,11 @@ def print_program(program: Program) -> str:
     return "\n".join(parts)
 
 
+def program_hash(program: Program) -> str:
+    """16 hex digits that tell one program's text from another's."""
+    return hashlib.sha256(print_program(program).encode()).hexdigest()[:16]
+
+
 def updates(ep: ExportedProgram) -> str:
     """Which results a method without writes in place hands back as the new values of its buffers."""
     signature = ep.graph_signature

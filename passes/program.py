@@ -1,7 +1,7 @@
 """What passes work on: the methods of one program, and the constants that they share by name."""
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -182,3 +183,8 @@ def remove_unused_constants(ep: ExportedProgram, names: Collection[str] | None =
         ep.constants.pop(name, None)
     specs = ep.graph_signature.input_specs
     specs[:] = [spec for spec in specs if spec.kind not in CONSTANT_KINDS or spec.target not in unused]
+
+
+def known_equal(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """Whether two shapes are equal whatever the dynamic dimensions are."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))

@@ -11,9 +11,13 @@ from eyas.passes.base import Pass
 
 # name -> module:class; sorted; a module is imported when its pass is first asked for
 PASSES: dict[str, str] = {
+    "dead_code": "eyas.passes.dead_code:DeadCode",
+    "int4_smallm": "eyas.passes.int4_smallm:Int4Smallm",
     "masked_sdpa": "eyas.passes.masked_sdpa:MaskedSdpa",
     "materialize_tables": "eyas.passes.materialize_tables:MaterializeTables",
+    "midm_sdpa": "eyas.passes.midm_sdpa:MidmSdpa",
     "panel_linear": "eyas.passes.panel_linear:PanelLinear",
+    "remove_noop": "eyas.passes.remove_noop:RemoveNoop",
     "share_buffers": "eyas.passes.share_buffers:ShareBuffers",
     "split_copy_to_slice": "eyas.passes.split_copy_to_slice:SplitCopyToSlice",
 }

@@ -383,6 +383,36 @@ def test_materialize_is_a_dense_copy(kernels, make, dtype):
     np.testing.assert_array_equal(made.array, array)
 
 
+# Attention by position
+
+
+def by_position(kernels: KernelLibrary, q, k, v, positions, scale: float) -> np.ndarray:
+    """What the kernel that takes positions in place of a mask gives, ``[H, M, D]``."""
+    taken = [Tensor.of(kernels.host, value.numpy()) for value in (q, k, v, positions)]
+    return kernels("sdpa_midm", *taken, float(scale)).array[0]
+
+
+@pytest.mark.parametrize(("length", "last"), [(64, 0), (300, 63), (513, 255), (513, 256), (700, 699)])
+def test_positions_give_the_bits_of_their_mask(kernels, length, last):
+    for m in (1, 2, 5, 16):
+        q, k, v, _ = problem(4, 2, m, length, 32, seed=m)
+        positions = torch.arange(m).flip(0) * 7 % (last + 1)  # in no order
+        positions[m // 2] = last
+        mask = positions[:, None] >= torch.arange(length)
+        want = attention(kernels, q, k, v, mask, 0.3)
+        assert by_position(kernels, q, k, v, positions, 0.3).tobytes() == want.tobytes()
+        k[:, :, last + 1 :], v[:, :, last + 1 :] = float("nan"), float("inf")  # rows that nobody has written yet
+        assert by_position(kernels, q, k, v, positions, 0.3).tobytes() == want.tobytes()
+        reference = torch.ops.eyas.sdpa_midm(q, k, v, positions, 0.3)[0]
+        np.testing.assert_allclose(want, reference.numpy(), atol=2e-5)
+
+
+def test_positions_past_the_cache_are_an_error(kernels):
+    q, k, v, _ = problem(2, 1, 1, 64, 16)
+    with pytest.raises(RuntimeError, match="sdpa_midm"):
+        by_position(kernels, q, k, v, torch.tensor([64]), 1.0)
+
+
 # Vector functions
 
 HARNESS = """

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints
@@ -15,10 +16,16 @@ from hypothesis import strategies as st
 from eyas.lowering.pipelines import FINISH, OPTIMISE, pipeline_for
 from eyas.passes import registry
 from eyas.passes.base import MethodPass, Outcome, Pass
+from eyas.passes.facts import FACTS
+from eyas.passes.pipeline import PassError
 from eyas.passes.registry import PASSES, find_pass, parse_pass, parse_pipeline, pass_names, pipeline_text, split_specs
 
 TESTS = Path(__file__).parent
 FOLDER = TESTS.parent / "passes"
+INFRASTRUCTURE = {
+    "__init__", "base", "cache_proof", "costs", "diff", "facts", "mask_proof", "numerics", "pipeline", "printer",
+    "program", "ranges", "registry", "verify",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,7 @@ def test_the_table_is_sorted():
 
 
 def test_every_file_that_holds_a_pass_is_in_the_table():
-    infrastructure = {"__init__", "base", "pipeline", "printer", "program", "registry"}
-    assert {path.stem for path in FOLDER.glob("*.py")} - infrastructure == set(PASSES)
+    assert {path.stem for path in FOLDER.glob("*.py")} - INFRASTRUCTURE == set(PASSES)
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -76,7 +82,14 @@ def test_a_pass_is_one_file_one_class_one_name_one_test(name):
     assert [c for c in classes if c.__module__ == module.__name__] == [cls]
     assert (TESTS / f"test_{name}.py").is_file()
     assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-    assert isinstance(cls.exact, bool) and isinstance(cls.requires, frozenset) and isinstance(cls.ensures, frozenset)
+    assert isinstance(cls.exact, bool)
+    for facts in (cls.requires, cls.ensures, cls.breaks):
+        assert isinstance(facts, frozenset) and facts <= set(FACTS), "a fact of ours can be looked up"
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_can_be_told_that_it_must_fire(name):
+    assert parse_pass(f"{name}{{must_fire=true}}").must_fire and not parse_pass(name).must_fire
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -87,18 +100,38 @@ def test_a_pass_shows_the_text_before_and_after(name):
     _, before, after = text.split("::\n")
     before, _, title = before.rpartition("\n\n")
     after, _, rest = after.strip("\n").partition("\n\n")
-    assert text.partition("::")[0].endswith("Before") and title.strip() == "After" and rest.strip()
+    title_before = text.partition("::")[0].splitlines()[-1]
+    assert re.fullmatch(r"Before( \(.*\))?", title_before) and title.strip() == "After" and rest.strip()
     for block in (before.strip("\n"), after):
         lines = block.splitlines()
         assert 1 <= len(lines) <= 12 and all(line.startswith("    ") for line in lines)
-        assert all(": " in line and "[" in line for line in lines), block
+        assert all(": " in line and ("[" in line or ": none = " in line) for line in lines), block
 
 
 def test_pipelines_name_passes_that_there_are():
     for device in FINISH:
-        text = pipeline_for(device, None)
-        assert pipeline_text(parse_pipeline(text)) == text
-        assert text.startswith(OPTIMISE[device]) and text.endswith(FINISH[device])
+        passes = pipeline_for(device, None)
+        assert parse_pipeline(pipeline_text(passes)) == passes
+        assert pipeline_text(passes) == f"{OPTIMISE[device]},{FINISH[device]}"
+
+
+def test_what_a_device_needs_is_added_where_facts_allow():
+    """Passes that are asked for keep their order; those that are left out are put where they can stand."""
+    assert pipeline_text(pipeline_for("cpu", "")) == FINISH["cpu"]
+    assert pipeline_text(pipeline_for("cpu", "dead_code,int4_smallm")) == f"dead_code,int4_smallm,{FINISH['cpu']}"
+    given = pipeline_text(pipeline_for("cpu", "share_buffers,midm_sdpa{max_m=4}"))
+    assert given.split(",").index("share_buffers") < given.split(",").index("midm_sdpa{max_m=4}")
+    assert sorted(given.split(",")) == ["masked_sdpa", "midm_sdpa{max_m=4}", "panel_linear", "share_buffers"]
+
+
+def test_a_pipeline_that_cannot_be_ordered_names_its_passes():
+    with pytest.raises(PassError, match=r"midm_sdpa requires visible_masks, which masked_sdpa breaks"):
+        pipeline_for("cpu", "masked_sdpa,midm_sdpa")
+
+
+def test_an_unknown_device_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown device 'tpu'; allowed: cpu"):
+        pipeline_for("tpu", None)
 
 
 # The text
@@ -147,6 +180,7 @@ def test_a_text_that_would_not_read_back_makes_no_pass(label):
         (Dummy(fast=True, label="a=b c"), "dummy{fast=true,label=a=b c}"),
         (Dummy(label=""), "dummy{label=}"),
         (Strict(limit=3), "strict{limit=3}"),
+        (Dummy(must_fire=True), "dummy{must_fire=true}"),
     ],
     ids=str,
 )
@@ -168,7 +202,7 @@ def test_commas_inside_braces_do_not_separate_passes():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dummy{max_k=3}", r"pass 'dummy' has no option 'max_k=3'; allowed: max_m \(int\), fast \(bool\), "
+        ("dummy{max_k=3}", r"pass 'dummy' has no option 'max_k=3'; allowed: .*max_m \(int\), fast \(bool\), "
                            r"safe \(bool\), label \(str\)"),
         ("dummy{max_m}", r"no option 'max_m'; allowed"),
         ("dummy{max_m=few}", r"option 'max_m' of pass 'dummy' takes int, got 'few'"),
@@ -177,7 +211,7 @@ def test_commas_inside_braces_do_not_separate_passes():
         ("dummy{max_m=1,max_m=2}", r"option 'max_m' of pass 'dummy' is given twice"),
         ("strict", r"pass 'strict' needs limit; its options: .*odd \(int \| None\)"),
         ("strict{limit=1,odd=2}", r"option 'odd' of pass 'strict' takes int \| None, got '2'"),
-        ("share_buffers{max_m=3}", r"pass 'share_buffers' has no option 'max_m=3'; allowed: none"),
+        ("share_buffers{max_m=3}", r"pass 'share_buffers' has no option 'max_m=3'; allowed: must_fire \(bool\)"),
         ("dummy{max_m=3", r"is not a pass; write name or name\{option=value,...\}"),
         ("dummy max_m", r"is not a pass"),
         ("", r"is not a pass"),
@@ -190,10 +224,10 @@ def test_a_wrong_text_is_answered_with_the_right_ones(text, message):
 
 def test_an_unknown_pass_is_answered_with_the_closest():
     with pytest.raises(
-        ValueError, match=r"unknown pass 'share_bufers'; did you mean: share_buffers\? all of them: dummy, "
+        ValueError, match=r"unknown pass 'share_bufers'; did you mean: share_buffers\? all of them: dead_code, dummy, "
     ):
         parse_pipeline("dummy,share_bufers")
-    with pytest.raises(ValueError, match=r"did you mean: dummy, .*share_buffers.*\? all of them") as error:
+    with pytest.raises(ValueError, match=r"did you mean: dead_code, dummy, .*share_buffers.*\? all of them") as error:
         parse_pass("zzz")
     assert all(name in str(error.value) for name in pass_names())
 

@@ -5,6 +5,7 @@ python -m eyas.tools.bench identity DIR
 python -m eyas.tools.bench eager DIR
 python -m eyas.tools.bench quant
 python -m eyas.tools.bench lowering --target gemma3_270m
+python -m eyas.tools.bench passes
 """
 
 import argparse
@@ -25,6 +26,10 @@ def parser() -> argparse.ArgumentParser:
     identity.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
     identity.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     identity.add_argument("--no-eager", action="store_true", help="leave out the comparison with the eager module")
+    texts = commands.add_parser("texts", help="whether two artifacts of one model write the same")
+    texts.add_argument("artifacts", type=Path, nargs=2, help="folders that lower.py wrote")
+    texts.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
+    texts.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     eager = commands.add_parser("eager", help="target_verify and greedy decoding against eager and transformers")
     eager.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     eager.add_argument("--new-tokens", type=int, default=48, help="new tokens a timed generation (default 48)")
@@ -37,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     lowering = commands.add_parser("lowering", help="seconds and memory of lowering, cold and warm, and of loading")
     lowering.add_argument("--target", default="gemma3_270m", help="name of the target (default gemma3_270m)")
     lowering.add_argument("--quant", default="int8", help="int8 (default), int4, none, or a recipe file")
+    passes = commands.add_parser("passes", help="seconds of each pass on decoders of growing depth")
+    passes.add_argument("--layers", default="18,72", help="comma-separated (default 18,72)")
     return p
 
 
@@ -58,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
         from eyas.tools.bench_program import bench_identity
 
         figures = bench_identity(args.artifact, args.prompts, args.new_tokens, not args.no_eager)
+    elif args.command == "texts":
+        from eyas.tools.bench_program import bench_texts
+
+        figures = bench_texts(args.artifacts, args.prompts, args.new_tokens)
     elif args.command == "eager":
         from eyas.tools.bench_program import bench_eager
 
@@ -70,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
         from eyas.tools.bench_program import bench_quant
 
         figures = bench_quant(args.target, args.checkpoint, args.recipes.split(","))
+    elif args.command == "passes":
+        from eyas.tools.bench_passes import bench_passes
+
+        figures = bench_passes([int(part) for part in args.layers.split(",")])
     else:
         from eyas.tools.bench_lowering import bench_lowering
 

@@ -78,6 +78,26 @@ def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool
     return figures
 
 
+def bench_texts(paths: list[Path], n_prompts: int, new_tokens: int) -> dict[str, object]:
+    """Greedy and speculative text of two artifacts of one model, lowered in different ways."""
+    console, texts = Console(), []
+    for path in paths:
+        artifact = Artifact.open(path)
+        program, tokenizer = artifact.load(), open_tokenizer(artifact)
+        found = []
+        for text in PROMPTS[:n_prompts]:
+            ids = tokenizer.encode(text)
+            for decoder in (GreedyDecoder(program), SpeculativeDecoder(program)):
+                found.append([t for block in decoder.generate(ids, new_tokens, stop_ids=()) for t in block])
+        texts.append(found)
+        console.print(f"{path.name}: {artifact.manifest['pipeline']}")
+    same = sum(a == b for a, b in zip(*texts, strict=True))
+    console.print(
+        f"{same} of {len(texts[0])} texts identical ({n_prompts} prompts x {new_tokens} tokens, both decoders)"
+    )
+    return {"texts": len(texts[0]), "identical": same, "ok": same == len(texts[0])}
+
+
 class OracleDecoder(SpeculativeDecoder):
     """Proposes what is known to come, and something else now and then, so that every accept length occurs."""
 

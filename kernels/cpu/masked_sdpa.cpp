@@ -250,6 +250,46 @@ void run(const Problem& p) {
   }
 }
 
+// Both operators: q [1, H, M, D], k and v [1, KV, >= L, D], mask [M, L] -> out [1, H, M, D].
+AOTITorchError attention(
+    const View& q, const View& k, const View& v, const bool* mask, int64_t mask_m, int64_t L, double scale,
+    AtenTensorHandle* out) {
+  Problem p;
+  p.M = q.sizes[2];
+  p.H = q.sizes[1];
+  p.D = q.sizes[3];
+  p.KV = k.sizes[1];
+  p.G = p.H / p.KV;
+  p.L = L;
+  if (p.D % kPanel) return AOTI_TORCH_FAILURE;
+  // [1, M, H, D] in memory, so that the projection that follows reads it as rows
+  const int64_t sizes[4] = {1, p.H, p.M, p.D}, strides[4] = {p.M * p.H * p.D, p.D, p.H * p.D, 1};
+  if (new_f32(4, sizes, strides, out)) return AOTI_TORCH_FAILURE;
+  void* data = nullptr;
+  if (aoti_torch_get_data_ptr(*out, &data)) return AOTI_TORCH_FAILURE;
+  p.q = q.as<const float>();
+  p.k = k.as<const float>();
+  p.v = v.as<const float>();
+  p.mask = mask;
+  p.out = static_cast<float*>(data);
+  p.q_h = q.strides[1];
+  p.q_m = q.strides[2];
+  p.k_h = k.strides[1];
+  p.k_l = k.strides[2];
+  p.v_h = v.strides[1];
+  p.v_l = v.strides[2];
+  p.mask_m = mask_m;
+  p.out_h = p.D;
+  p.out_m = p.H * p.D;
+  p.scale = static_cast<float>(scale);
+  run(p);
+  return AOTI_TORCH_SUCCESS;
+}
+
+bool four_dimensions(const View& v) {
+  return v.ndim == 4 && v.row_major();
+}
+
 } // namespace
 } // namespace eyas
 
@@ -259,37 +299,29 @@ extern "C" AOTITorchError aoti_torch_cpu_masked_sdpa(
   eyas::View q, k, v, mask;
   if (eyas::view(q_handle, q) || eyas::view(k_handle, k) || eyas::view(v_handle, v) || eyas::view(mask_handle, mask))
     return AOTI_TORCH_FAILURE;
-  if (q.ndim != 4 || k.ndim != 4 || v.ndim != 4 || mask.ndim != 2 || !q.row_major() || !k.row_major() ||
-      !v.row_major() || !mask.row_major())
+  if (!eyas::four_dimensions(q) || !eyas::four_dimensions(k) || !eyas::four_dimensions(v) || mask.ndim != 2 ||
+      !mask.row_major())
     return AOTI_TORCH_FAILURE;
-  eyas::Problem p;
-  p.M = q.sizes[2];
-  p.H = q.sizes[1];
-  p.D = q.sizes[3];
-  p.KV = k.sizes[1];
-  p.G = p.H / p.KV;
-  p.L = k.sizes[2];
-  if (p.D % eyas::kPanel) return AOTI_TORCH_FAILURE;
-  // [1, M, H, D] in memory, so that the projection that follows reads it as rows
-  const int64_t sizes[4] = {1, p.H, p.M, p.D}, strides[4] = {p.M * p.H * p.D, p.D, p.H * p.D, 1};
-  if (eyas::new_f32(4, sizes, strides, out)) return AOTI_TORCH_FAILURE;
-  void* data = nullptr;
-  if (aoti_torch_get_data_ptr(*out, &data)) return AOTI_TORCH_FAILURE;
-  p.q = q.as<const float>();
-  p.k = k.as<const float>();
-  p.v = v.as<const float>();
-  p.mask = mask.as<const bool>();
-  p.out = static_cast<float*>(data);
-  p.q_h = q.strides[1];
-  p.q_m = q.strides[2];
-  p.k_h = k.strides[1];
-  p.k_l = k.strides[2];
-  p.v_h = v.strides[1];
-  p.v_l = v.strides[2];
-  p.mask_m = mask.strides[0];
-  p.out_h = p.D;
-  p.out_m = p.H * p.D;
-  p.scale = static_cast<float>(scale);
-  eyas::run(p);
-  return AOTI_TORCH_SUCCESS;
+  return eyas::attention(q, k, v, mask.as<const bool>(), mask.strides[0], k.sizes[2], scale, out);
+}
+
+// The mask follows from the positions, and keys past the last of them are not looked at.
+extern "C" AOTITorchError aoti_torch_cpu_sdpa_midm(
+    AtenTensorHandle q_handle, AtenTensorHandle k_handle, AtenTensorHandle v_handle, AtenTensorHandle pos_handle,
+    double scale, AtenTensorHandle* out) {
+  eyas::View q, k, v, pos;
+  if (eyas::view(q_handle, q) || eyas::view(k_handle, k) || eyas::view(v_handle, v) || eyas::view(pos_handle, pos))
+    return AOTI_TORCH_FAILURE;
+  if (!eyas::four_dimensions(q) || !eyas::four_dimensions(k) || !eyas::four_dimensions(v) || pos.ndim != 1 ||
+      pos.sizes[0] != q.sizes[2])
+    return AOTI_TORCH_FAILURE;
+  const int64_t M = q.sizes[2], step = pos.strides[0];
+  const int64_t* at = pos.as<const int64_t>();
+  int64_t live = 0;
+  for (int64_t m = 0; m < M; m++) live = std::max(live, at[m * step] + 1);
+  if (live > k.sizes[2]) return AOTI_TORCH_FAILURE;
+  std::unique_ptr<bool[]> mask(new bool[M * live + 1]);
+  for (int64_t m = 0; m < M; m++)
+    for (int64_t j = 0; j < live; j++) mask[m * live + j] = j <= at[m * step];
+  return eyas::attention(q, k, v, mask.get(), live, live, scale, out);
 }

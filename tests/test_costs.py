@@ -1,0 +1,64 @@
+"""Bytes and work of operators, counted by hand."""
+
+import pytest
+import torch
+from ir import ROWS, program_of, randn
+
+from eyas.passes.costs import Cost, costs
+from eyas.passes.pipeline import run_pipeline
+from eyas.passes.registry import parse_pipeline
+
+X = randn(1, ROWS, 8)
+
+
+def cost(function, *args, rows=3, live=10, passes="", **tensors):
+    program = program_of(function, *args, **tensors)
+    run_pipeline(program, parse_pipeline(passes))
+    return costs(program.methods["forward"], rows, live)
+
+
+def test_a_product_reads_its_weight_once_and_works_for_every_row():
+    found = cost(lambda m, x: torch.nn.functional.linear(x, m.w), X, w=randn(16, 8))
+    assert found == {"aten.linear.default": Cost(1, 4 * (3 * 8 + 16 * 8 + 3 * 16), 2 * 3 * 8 * 16)}
+
+
+def test_views_move_nothing_and_elementwise_work_is_an_operation_an_element():
+    found = cost(lambda m, x: (x + 1).transpose(1, 2), X)
+    assert found["aten.add.Tensor"] == Cost(1, 4 * 2 * 3 * 8, 3 * 8)
+    assert found["aten.transpose.int"] == Cost(1)
+
+
+def test_a_lookup_reads_the_rows_that_it_looks_up():
+    ids = torch.zeros(1, ROWS, dtype=torch.int64)
+    found = cost(lambda m, i: torch.nn.functional.embedding(i, m.w), ids, w=randn(1000, 8))
+    assert found["aten.embedding.default"].moved == 4 * 3 * 8 * 2 + 8 * 3
+
+
+def attend(module, q, pos):
+    module.cache.index_copy_(2, pos, q[:, :1])
+    mask = pos[:, None] >= torch.arange(64)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, module.cache, module.cache, mask, enable_gqa=True, scale=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("passes", "operator"), [("", "aten.scaled_dot_product_attention"), ("midm_sdpa", "eyas.sdpa_midm")]
+)
+def test_attention_counts_the_live_keys(passes, operator):
+    q, pos = randn(1, 4, ROWS, 16), torch.arange(ROWS)
+    found = cost(attend, q, pos, passes=passes, cache=torch.zeros(1, 1, 64, 16))
+    one = found[f"{operator}.default"]
+    assert one.work == 4 * (4 * 3 * 16) * 10
+    extra = 3 * 64 if not passes else 8 * 3  # the mask, or the positions
+    assert one.moved == 4 * (2 * 4 * 3 * 16) + 4 * 10 * 16 + extra
+    assert found["aten.index_copy_.default"].moved == 2 * 4 * 3 * 16
+
+
+def test_the_bound_is_the_slower_of_memory_and_arithmetic():
+    assert Cost(1, 100, 10).seconds(bandwidth=10, peak=10) == 10 and Cost(1, 10, 100).seconds(10, 10) == 10
+
+
+def test_the_dearest_comes_first():
+    found = cost(lambda m, x: torch.nn.functional.linear(x, m.w) + 1, X, w=randn(160, 8))
+    assert list(found) == ["aten.linear.default", "aten.add.Tensor"]
