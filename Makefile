@@ -36,7 +36,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 
 test: lint
-	$(BIN)/python -m pytest --durations 10
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 clean:
 	rm -rf $(VENV) $(BUILD) .pytest_cache .ruff_cache .hypothesis eyas.egg-info

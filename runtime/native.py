@@ -155,6 +155,13 @@ class Tensor:
         return self._owner.host
 
 
+def load_apart(path: Path) -> ctypes.CDLL:
+    """Loads a library that finds its own host before what the process has loaded: a torch that happens to be there must
+    not mix with another host's tensors.
+    """
+    return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
+
+
 class Container:
     """One compiled method: a shared library that AOTInductor made, with constants that the caller owns.
 
@@ -163,8 +170,7 @@ class Container:
 
     def __init__(self, host: Host, path: Path):
         self.host = host
-        # its own libraries before the process's: a torch that happens to be loaded must not mix with another host
-        self._lib = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
+        self._lib = load_apart(path)
         self._handle = c_void_p()
         self._bound: list[Tensor] = []
         signatures = {

@@ -1,6 +1,5 @@
 """Times the cpu kernels against torch's own, weights rotated so that they come from memory as in a model."""
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from rich.table import Table
 from eyas.kernels import panel_linear
 from eyas.lowering.content_cache import ContentCache, default_root
 from eyas.lowering.cpu_kernels import build_libraries
-from eyas.runtime.native import Host, Tensor
+from eyas.runtime.native import Host, Tensor, load_apart
 
 ROTATED_BYTES = 96 << 20  # more than the caches of the machines we know
 SECONDS = 0.4
@@ -30,7 +29,7 @@ class KernelLibrary:
     def __init__(self):
         libraries = build_libraries(ContentCache(default_root()))
         self.host = Host.load(libraries.host)
-        self._lib = ctypes.CDLL(str(libraries.kernels))
+        self._lib = load_apart(libraries.kernels)
 
     def __call__(self, name: str, *arguments: Tensor | int | float) -> Tensor:
         """Calls ``aoti_torch_cpu_<name>``. Raises ``RuntimeError`` where the kernel refuses its arguments."""
