@@ -41,6 +41,7 @@ from eyas.passes.program import Derived, Program, SharedBuffer
 from eyas.passes.registry import pipeline_text
 from eyas.passes.share_buffers import plan_lines
 from eyas.runtime.artifact import DATA, FORMAT, FORMAT_VERSION, MANIFEST, PROGRAM, TOKENIZER
+from eyas.runtime.memory import peak_rss
 from eyas.runtime.payload import storage_key
 from eyas.runtime.text import return_free_memory
 
@@ -183,7 +184,7 @@ class Lowering:
                     self.progress.note(f"check: {line}")
         self.report.bytes = {name: facts["bytes"] for name, facts in manifest["files"].items()}
         scale = 1 if sys.platform == "darwin" else 1024
-        self.report.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+        self.report.peak_bytes = peak_rss()
         self.report.peak_child_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * scale
         return self.report
 

@@ -67,10 +67,10 @@ def test_the_recipe_of_the_readme_is_one():
 
 
 def test_every_option_that_the_readme_names_exists():
-    from eyas.tools import lower, run
+    from eyas.tools import explain, inspect, lower, opt, run
 
-    known = set(re.findall(r"--[a-z-]+", lower.parser().format_help() + run.parser().format_help()))
-    known |= {"--doctor"}
+    texts = (module.parser().format_help() for module in (explain, inspect, lower, opt, run))
+    known = {option for text in texts for option in re.findall(r"--[a-z-]+", text)}
     assert set(re.findall(r"(?<![-\w])--[a-z][a-z-]+", README)) <= known
 
 

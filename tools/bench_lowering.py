@@ -17,8 +17,8 @@ start = time.perf_counter()
 from pathlib import Path
 from eyas.runtime.artifact import Artifact
 from eyas.runtime.decoding import SpeculativeDecoder
+from eyas.runtime.memory import peak_rss
 from eyas.runtime.session import open_tokenizer
-from eyas.tools.console import peak_rss
 artifact = Artifact.open(Path(sys.argv[1]))
 tokenizer = open_tokenizer(artifact)
 program = artifact.load()

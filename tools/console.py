@@ -104,10 +104,3 @@ def write_json(path: Path, data: Mapping) -> None:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def peak_rss() -> int:
-    """Largest resident memory of this process so far, in bytes."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from eyas.tools.console import check_writable, peak_rss, run_tool, write_json
+from eyas.runtime.memory import peak_rss
+from eyas.tools.console import check_writable, run_tool, write_json
 
 
 def parser() -> argparse.ArgumentParser:
