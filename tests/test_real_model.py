@@ -4,18 +4,41 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+from conftest import Notes
+from test_explain import data_of, shown, text_of
 
+from eyas.lowering.lower import Request, trace_target
 from eyas.models.recipe import RECIPES
+from eyas.passes.base import MethodPass, Outcome
+from eyas.passes.numerics import bisect, copy_program
+from eyas.passes.pipeline import run_pipeline
+from eyas.passes.registry import parse_pipeline
 from eyas.runtime.artifact import Artifact
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder
 from eyas.runtime.session import open_tokenizer
+from eyas.tools import explain
 from eyas.tools.bench_program import OracleDecoder, compare_eager, eager_module, logits_of, open_model, tokenize
 from eyas.tools.prompts import PROMPTS, TEXT
+
+
+@dataclass(frozen=True)
+class OneWrongOperator(MethodPass):
+    """Turns one addition of the middle of a method into a subtraction."""
+
+    name: ClassVar[str] = "one_wrong_operator"
+
+    def run_method(self, method, ep):
+        sums = [node for node in ep.graph.nodes if node.target is torch.ops.aten.add.Tensor]
+        sums[len(sums) // 2].target = torch.ops.aten.sub.Tensor
+        return Outcome(1)
+
 
 pytestmark = [
     pytest.mark.real,
@@ -115,3 +138,37 @@ def test_logits_agree_with_transformers(lowered):
         assert (logits_of(module, ids, step) - expected).abs().max() < 1e-3
     short = ids[:24]
     assert (logits_of(module, short, 1) - expected[:24]).abs().max() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def verify():
+    """The traced ``target_verify`` in int8."""
+    return trace_target(Request("gemma3_270m", Path()), ["target_verify"], Notes())
+
+
+def test_passes_fire_on_every_layer_and_take_seconds(verify):
+    program = copy_program(verify)
+    records = run_pipeline(program, parse_pipeline("remove_noop,midm_sdpa,int4_smallm,dead_code,masked_sdpa"))
+    found = {record.spec: record for record in records}
+    assert found["midm_sdpa"].rewrites == 3  # of 18 layers, the global ones
+    assert [r.reason.split(":")[0] for r in found["midm_sdpa"].refusals] == ["its cache is a ring"] * 15
+    assert found["int4_smallm"].rewrites == 0 and found["masked_sdpa"].rewrites == 15
+    assert sum(record.seconds + record.verify_seconds for record in records) < 20  # 2 s where nothing else runs
+
+
+def test_bisection_finds_a_fault_of_one_operator(verify):
+    passes = parse_pipeline("remove_noop,split_copy_to_slice,dead_code")
+    culprit = bisect(verify, [*passes[:2], OneWrongOperator(), passes[2]])
+    assert (culprit.number, culprit.spec) == (3, "one_wrong_operator") and culprit.difference.method == "target_verify"
+
+
+def test_the_page_of_the_passes_opens_in_a_browser(tmp_path):
+    out = tmp_path / "passes.html"
+    assert explain.main(["gemma3_270m:target_verify", "-o", str(out)]) == 0
+    names = [stage["spec"] for stage in data_of(out)["stages"]]
+    html = shown(out, tmp_path, f"stage = {names.index('midm_sdpa')}; show();")
+    strip = text_of(html, "strip")
+    assert all(name in strip for name in names)
+    diff = text_of(html, "diff")
+    assert diff.count("eyas.sdpa_midm.default") == 3 == diff.count("aten.scaled_dot_product_attention.default")
+    assert "15 its cache is a ring" in " ".join(text_of(html, "refusals").split())
