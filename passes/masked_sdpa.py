@@ -46,13 +46,8 @@ class MaskedSdpa(MethodPass):
             if reason := call.refuse():
                 outcome.refusals.append(Refusal(method, source_line(node), reason))
                 continue
-            with ep.graph.inserting_before(node):
-                args = (call.q, call.k, call.v, call.mask, call.scale)
-                new = ep.graph.call_function(torch.ops.eyas.masked_sdpa.default, args)
-            new.meta = dict(node.meta)
-            q = call.q.meta["val"]  # the kernel lays its result out by rows
-            new.meta["val"] = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
-            replace_node(ep, node, new)
+            args = (call.q, call.k, call.v, call.mask, call.scale)
+            put_kernel(ep, node, torch.ops.eyas.masked_sdpa.default, args)
             outcome.rewrites += 1
         if outcome.rewrites:
             ep.graph_module.recompile()
@@ -112,3 +107,13 @@ class Call:
         if not known_equal(mask.shape, (q.shape[2], k.shape[2])):
             return f"the mask has shape {list(mask.shape)}; the kernel takes {[q.shape[2], k.shape[2]]}, a row a query"
         return masked_sdpa.supports(q.shape[3], q.dtype, max(q.shape[0], k.shape[0]))
+
+
+def put_kernel(ep: ExportedProgram, node: Node, kernel: torch._ops.OpOverload, args: tuple) -> None:
+    """Puts a kernel in the place of an attention; ``args`` begin with the query. Its result is laid out by rows."""
+    with ep.graph.inserting_before(node):
+        new = ep.graph.call_function(kernel, args)
+    new.meta = dict(node.meta)
+    q = args[0].meta["val"]
+    new.meta["val"] = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    replace_node(ep, node, new)

@@ -13,14 +13,13 @@ from eyas.kernels import sdpa_midm
 from eyas.passes.base import MethodPass, Outcome, Refusal, source_line
 from eyas.passes.cache_proof import Caches, Written
 from eyas.passes.mask_proof import why_not_causal
-from eyas.passes.masked_sdpa import Call
+from eyas.passes.masked_sdpa import Call, put_kernel
 from eyas.passes.program import (
     constant_nodes,
     constant_specs,
     constant_value,
     known_equal,
     mutated_buffers,
-    replace_node,
 )
 from eyas.passes.ranges import bounds
 
@@ -75,13 +74,8 @@ class MidmSdpa(MethodPass):
             if isinstance(proof, str):
                 outcome.refusals.append(Refusal(method, source_line(node), proof))
                 continue
-            with ep.graph.inserting_before(node):
-                args = (call.q, proof.keys, proof.values, proof.positions, call.scale)
-                new = ep.graph.call_function(torch.ops.eyas.sdpa_midm.default, args)
-            new.meta = dict(node.meta)
-            q = call.q.meta["val"]  # the kernel lays its result out by rows
-            new.meta["val"] = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
-            replace_node(ep, node, new)
+            args = (call.q, proof.keys, proof.values, proof.positions, call.scale)
+            put_kernel(ep, node, torch.ops.eyas.sdpa_midm.default, args)
             outcome.rewrites += 1
         if outcome.rewrites:
             ep.graph_module.recompile()
