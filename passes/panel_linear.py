@@ -19,8 +19,6 @@ from eyas.passes.program import (
     Program,
     add_constant,
     constant_nodes,
-    constant_specs,
-    constant_value,
     given,
     mutated_buffers,
     remove_unused_constants,
@@ -61,6 +59,7 @@ class PanelLinear(Pass):
         outcome = Outcome()
         nodes = {method: constant_nodes(ep) for method, ep in program.methods.items()}
         written = {name: method for method, ep in program.methods.items() for name in mutated_buffers(ep)}
+        values = program.constants()
         groups, outcome.refusals = tables(program)
         for weight, group in groups.items():
             if not any(use.form.product for use in group):
@@ -70,10 +69,15 @@ class PanelLinear(Pass):
             if reasons:
                 outcome.refusals += [Refusal(use.method, source_line(use.node), reason) for use, reason in reasons]
                 continue
-            packed: dict[str, Tensor] = {}
             for use in group:
-                use.rewrite(packed, program)
+                use.rewrite(program, nodes[use.method], values)
                 outcome.rewrites += 1
+            for method, ep in program.methods.items():  # at once: no weight stays in memory beside its panels
+                old = {name for use in group if use.method == method for name in use.tensors.values()}
+                remove_unused_constants(ep, {name: nodes[method][name] for name in old})
+            for name in {name for use in group for name in use.tensors.values()}:
+                if not any(name in ep.state_dict or name in ep.constants for ep in program.methods.values()):
+                    del values[name]
         for ep in program.methods.values():
             ep.graph_module.recompile()
         return outcome
@@ -98,18 +102,19 @@ class Use:
                 return f"its input {list(x.shape)} has more than one symbolic dimension"
         return panel_linear.supports(value.dtype)
 
-    def rewrite(self, packed: dict[str, Tensor], program: Program) -> None:
+    def rewrite(self, program: Program, nodes: dict[str, Node], values: dict[str, Tensor]) -> None:
+        """Puts the panel kernel in the node's place. ``nodes``: placeholders of the method's constants; ``values``: of
+        the program's. Both gain the packed constants.
+        """
         graph, node = self.ep.graph, self.node
-        nodes = constant_nodes(self.ep)
-        old = {role: nodes[name] for role, name in self.tensors.items()}
-        specs = dict(constant_specs(self.ep))
-        values = {name: constant_value(self.ep, specs[name]) for name in self.tensors.values()}
-        new = []
+        old, new = {role: nodes[name] for role, name in self.tensors.items()}, []
         for name, derived in self.form.pack(self.tensors):
-            if name not in packed:
-                packed[name] = derived.compute(values)
+            if name not in values:
+                values[name] = derived.compute(values)
                 program.derived[name] = derived
-            new.append(nodes[name] if name in nodes else add_constant(self.ep, name, packed[name], old["weight"]))
+            if name not in nodes:
+                nodes[name] = add_constant(self.ep, name, values[name], old["weight"])
+            new.append(nodes[name])
         mode = node.meta["val"].fake_mode
         with graph.inserting_before(node):
 
@@ -122,7 +127,6 @@ class Use:
 
             result = self.form.emit(emit, node, new, old["weight"].meta["val"].shape)
         replace_node(self.ep, node, result)
-        remove_unused_constants(self.ep, set(self.tensors.values()))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What passes work on: the methods of one program, and the constants that they share by name."""
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -154,7 +154,7 @@ def add_constant(ep: ExportedProgram, name: str, value: Tensor, before: Node) ->
     node.target = node.name  # the graph makes a node's name unique, not that of the function's argument
     mode = before.meta["val"].fake_mode
     node.meta["val"] = mode.from_tensor(value, static_shapes=True)
-    position = [spec.arg.name for spec in ep.graph_signature.input_specs].index(before.name)
+    position = next(i for i, spec in enumerate(ep.graph_signature.input_specs) if spec.arg.name == before.name)
     spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
     ep.graph_signature.input_specs.insert(position, spec)
     ep.state_dict[name] = value
@@ -163,8 +163,9 @@ def add_constant(ep: ExportedProgram, name: str, value: Tensor, before: Node) ->
 
 def replace_node(ep: ExportedProgram, old: Node, new: Node) -> None:
     """Puts ``new`` in the place of ``old``, in the graph and in the method's signatures, and erases ``old``."""
+    if any(user.op == "output" for user in old.users):
+        ep.graph_signature.replace_all_uses(old.name, new.name)
     old.replace_all_uses_with(new)
-    ep.graph_signature.replace_all_uses(old.name, new.name)
     for call in ep.module_call_graph:  # of submodules whose signature was to be preserved
         for argument in (*call.signature.inputs, *call.signature.outputs) if call.signature is not None else ():
             if getattr(argument, "name", None) == old.name:
@@ -172,11 +173,12 @@ def replace_node(ep: ExportedProgram, old: Node, new: Node) -> None:
     ep.graph.erase_node(old)
 
 
-def remove_unused_constants(ep: ExportedProgram, names: Collection[str] | None = None) -> None:
-    """Drops the constants (those of ``names``, or all) that nothing in the method reads."""
-    unused = {
-        name: node for name, node in constant_nodes(ep).items() if not node.users and (names is None or name in names)
-    }
+def remove_unused_constants(ep: ExportedProgram, nodes: Mapping[str, Node] | None = None) -> None:
+    """Drops the constants that nothing in the method reads. ``nodes``: placeholders of those to look at, by name; None
+    looks at all.
+    """
+    nodes = constant_nodes(ep) if nodes is None else nodes
+    unused = {name: node for name, node in nodes.items() if not node.users}
     for name, node in unused.items():
         ep.graph.erase_node(node)
         ep.state_dict.pop(name, None)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 GLOBAL_EVERY = 6  # layers of Gemma 3: five sliding ones, then a global one
+REPEATS = 3
 
 
 def deep_program(n_layers: int):
@@ -44,22 +46,34 @@ def deep_program(n_layers: int):
 
 
 def bench_passes(depths: Sequence[int]) -> dict[str, object]:
-    """The pipeline of lowering over ``target_verify`` of each depth; growth is per node of the traced graph."""
+    """The pipeline of lowering over ``target_verify`` of each depth, medians of ``REPEATS`` runs; growth is per node of
+    the traced graph.
+    """
     from eyas.lowering.pipelines import pipeline_for
+    from eyas.passes.numerics import copy_program
     from eyas.passes.pipeline import run_pipeline
     from eyas.passes.registry import pipeline_text
 
     passes = pipeline_for("cpu", None)
-    runs = {depth: run_pipeline(deep_program(depth), passes) for depth in depths}
+    programs = {depth: deep_program(depth) for depth in depths}
+    runs = {depth: [] for depth in depths}
+    for _ in range(REPEATS):
+        for depth, program in programs.items():
+            runs[depth].append(run_pipeline(copy_program(program), passes))
     table = Table(title=f"seconds of passes and of the checks after them: {pipeline_text(passes)}")
     table.add_column("pass")
     for depth in depths:
         table.add_column(f"{depth} layers", justify="right")
+    total = dict.fromkeys(depths, 0.0)
     for i, one in enumerate(passes):
-        cells = [runs[depth][i] for depth in depths]
-        table.add_row(str(one), *(f"{r.seconds:.3f} + {r.verify_seconds:.3f}" for r in cells))
-    nodes = {depth: records[0].nodes_before for depth, records in runs.items()}
-    total = {depth: sum(r.seconds + r.verify_seconds for r in records) for depth, records in runs.items()}
+        cells = []
+        for depth in depths:
+            rewriting = median(records[i].seconds for records in runs[depth])
+            checking = median(records[i].verify_seconds for records in runs[depth])
+            total[depth] += rewriting + checking
+            cells.append(f"{rewriting:.3f} + {checking:.3f}")
+        table.add_row(str(one), *cells)
+    nodes = {depth: records[0].nodes_before for depth, (records, *_) in runs.items()}
     table.add_row("all", *(f"{total[depth]:.2f}" for depth in depths))
     table.add_row("nodes as traced", *(str(nodes[depth]) for depth in depths))
     table.add_row("microseconds a node", *(f"{1e6 * total[depth] / nodes[depth]:.0f}" for depth in depths))
