@@ -232,7 +232,8 @@ def save(program, path: Path) -> None:
     (ep,) = program.methods.values()
     scratch = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        torch.export.save(ep, scratch)
+        with open(scratch, "wb") as file:  # given a path, the archive would name itself after it
+            torch.export.save(ep, file)
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
