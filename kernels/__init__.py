@@ -3,9 +3,9 @@
 Importing this package registers every ``eyas::`` operator.
 """
 
-from eyas.kernels import int4_linear, int8_linear, masked_sdpa, materialize, panel_linear, sdpa_midm
+from eyas.kernels import block, int4_linear, int8_linear, masked_sdpa, materialize, panel_linear, sdpa_midm
 
-__all__ = ["int4_linear", "int8_linear", "masked_sdpa", "materialize", "panel_linear", "sdpa_midm"]
+__all__ = ["block", "int4_linear", "int8_linear", "masked_sdpa", "materialize", "panel_linear", "sdpa_midm"]
 
 # operators with a C++ body in ``cpu/``; its name is ``aoti_torch_cpu_`` and the operator's
 CPU_OPERATORS = (

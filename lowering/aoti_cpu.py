@@ -1,17 +1,21 @@
-"""Compiles one method for cpu with AOTInductor: native code without constants, cached by what it was compiled from."""
+"""Compiles blocks for cpu with AOTInductor: native code without constants, cached by what it was compiled from."""
 
 import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch._inductor.graph
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec
+from torch.utils._pytree import tree_flatten
 
 from eyas.lowering.content_cache import ContentCache, key_of
 from eyas.lowering.cpu_kernels import (
@@ -20,66 +24,117 @@ from eyas.lowering.cpu_kernels import (
     build_libraries,
     c_shims,
     defined_symbols,
+    run,
     undefined_symbols,
 )
 from eyas.lowering.environment import machine, versions
 from eyas.passes.base import source_line
-from eyas.passes.printer import SMALL, print_method
-from eyas.passes.program import constant_nodes, constant_specs, constant_value
+from eyas.passes.printer import print_method
+from eyas.passes.program import Block, constant_nodes, constant_specs, constant_value
 from eyas.runtime.payload import DEVICE_TYPES, Constant, storage_key
 
 HOSTS = ("eyas", "torch")  # who implements AOTInductor's C interface for a program; see ``eyas.runtime.native.Host``
 
 
 @dataclass(frozen=True)
-class CompiledMethod:
-    """``code``: the shared library's file. ``constants``: what it must be given. ``cached``: whether nothing was
-    compiled.
+class CompiledBlock:
+    """``code``: the shared library's file. ``constants``: which of the block's constants it must be given, by the names
+    of ``as_method``. ``seconds``: what compiling took, in this run or the one that ``cached`` it.
 
-    ``missing``: functions that the host it was linked for does not have; the method runs only if there are none.
+    ``missing``: functions that the host it was linked for does not have; the block runs only if there are none.
     """
 
     code: Path
-    constants: tuple[Constant, ...]
+    constants: tuple[str, ...]
     cached: bool
+    seconds: float
     missing: tuple[str, ...]
 
 
 OPTIONS = {
+    "always_keep_tensor_constants": True,  # or values of small ones are written into the code
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.package_constants_on_disk_format": "pickle_weights",
 }
+KIND, CODE, FACTS = "blocks", "block.so", "facts.json"  # of the cache's entries
 
 
-def compile_method(ep: ExportedProgram, cache: ContentCache, host: str = "eyas") -> CompiledMethod:
-    """Compiles a method whose graph passes have finished, for a host of ``HOSTS``. Raises ``RuntimeError`` for an
-    operator that cannot be compiled.
-
-    The cache key is the method's printed graph, the shapes of its constants and all of the small ones' values, the
-    options, the versions and the machine: not the weights, which the native code never holds.
+def block_key(block: Block, host: str, libraries: KernelLibraries) -> str:
+    """What decides a block's native code: its printed graph, options, versions, kernels and machine; no constants'
+    values, which native code never holds, and no names.
     """
-    refuse_without_body(ep)
-    refuse_strided_constants(ep)
+    graph = print_method(block.program, "block")
+    return key_of(
+        graph, block.n_constants, block.n_written, OPTIONS, host, torch.get_num_threads(), machine(), versions(),
+        libraries.key, Path(__file__).read_text(),
+    )  # fmt: skip
+
+
+def find_compiled(cache: ContentCache, key: str, cached: bool = True) -> CompiledBlock | None:
+    """A block that was compiled before, whole and undamaged; None where there is none."""
+    folder = cache.get(KIND, key)
+    if folder is None:
+        return None
+    facts = json.loads((folder / FACTS).read_text())
+    return CompiledBlock(
+        folder / CODE, tuple(facts["constants"]), cached, facts["seconds"], tuple(facts["missing"])
+    )  # fmt: skip
+
+
+def compile_block(block: Block, cache: ContentCache, host: str = "eyas") -> CompiledBlock:
+    """Compiles a block whose graph passes have finished, for a host of ``HOSTS``. Raises ``RuntimeError`` for an
+    operator that cannot be compiled.
+    """
+    refuse_without_body(block.program)
     libraries = build_libraries(cache)
-    graph = print_method(ep, with_values=True)
-    key = key_of(graph, OPTIONS, host, machine(), versions(), libraries.key, Path(__file__).read_text())
+    key = block_key(block, host, libraries)
+    if (found := find_compiled(cache, key)) is not None:
+        return found
 
     def fill(folder: Path) -> None:
+        start = time.perf_counter()
         with inductor_environment(cache, libraries):
-            code, constants = run_inductor(ep, host, libraries)
-            shutil.copyfile(code, folder / "method.so")
+            code, constants = run_inductor(as_method(block), host, libraries)
+            strip_debug(code, folder / CODE)
             shutil.rmtree(code.parent, ignore_errors=True)
-        missing = () if host == "torch" else missing_from_host(folder / "method.so", libraries)
-        facts = {"constants": [asdict(c) for c in constants], "missing": sorted(missing)}
-        (folder / "facts.json").write_text(json.dumps(facts))
+        missing = () if host == "torch" else missing_from_host(folder / CODE, libraries)
+        facts = {"constants": constants, "missing": sorted(missing), "seconds": time.perf_counter() - start}
+        (folder / FACTS).write_text(json.dumps(facts))
 
-    folder, cached = cache.get_or_put("methods", key, fill)
-    facts = json.loads((folder / "facts.json").read_text())
-    constants = tuple(
-        Constant(**{**c, "sizes": tuple(c["sizes"]), "strides": tuple(c["strides"])}) for c in facts["constants"]
-    )
-    return CompiledMethod(folder / "method.so", constants, cached, tuple(facts["missing"]))
+    cache.put(KIND, key, fill)
+    return find_compiled(cache, key, cached=False)
+
+
+def as_method(block: Block) -> ExportedProgram:
+    """A block as a program that holds its constants, so that they are compiled as such: fake tensors, by the names of
+    the block's inputs.
+    """
+    ep, n = block.program, block.n_constants + block.n_written
+    placeholders = [node for node in ep.graph.nodes if node.op == "placeholder"]
+    specs = [
+        InputSpec(InputKind.BUFFER, spec.arg, spec.arg.name, persistent=True) if i < n else spec
+        for i, spec in enumerate(ep.graph_signature.input_specs)
+    ]
+    inputs = [spec.arg for spec in specs[n:]]
+    outputs = [spec.arg for spec in ep.graph_signature.output_specs]
+    spec_of = ModuleCallSignature(
+        inputs, outputs, tree_flatten((tuple(inputs), {}))[1], tree_flatten(tuple(outputs))[1]
+    )  # fmt: skip
+    return ExportedProgram(
+        ep.graph_module, ep.graph, ExportGraphSignature(specs, list(ep.graph_signature.output_specs)),
+        {node.name: node.meta["val"] for node in placeholders[:n]}, dict(ep.range_constraints),
+        [ModuleCallEntry("", spec_of)], verifiers=ep.verifiers,
+    )  # fmt: skip
+
+
+def strip_debug(source: Path, out: Path) -> None:
+    """Copies native code without its symbols for debuggers, which name the compiler's own folders."""
+    tool = shutil.which("strip")
+    if tool is None:
+        shutil.copyfile(source, out)
+    else:
+        run([tool, "--strip-debug", "-o", str(out), str(source)])
 
 
 def refuse_without_body(ep: ExportedProgram) -> None:
@@ -141,8 +196,10 @@ def inductor_environment(cache: ContentCache, libraries: KernelLibraries) -> Ite
                 os.environ[name] = value
 
 
-def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries) -> tuple[Path, list[Constant]]:
-    """The shared library and its constants. Raises ``RuntimeError`` for a constant that no buffer holds."""
+def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries) -> tuple[Path, list[str]]:
+    """The shared library, and the names of the constants that it needs. Raises ``RuntimeError`` for a constant that no
+    buffer holds.
+    """
     inputs = tuple(
         node.meta["val"]
         for node in ep.graph.nodes
@@ -158,26 +215,10 @@ def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries) -> 
     with torch.no_grad(), fake_constants_allowed():
         results = torch._inductor.aot_compile(ep.module(), inputs, options=options)
     code = next(Path(r) for r in results if isinstance(r, str) and r.endswith(".so"))
-    weights = next(r for r in results if not isinstance(r, str))
-    known = {name: constant_value(ep, spec) for name, spec in constant_specs(ep)}
-    constants = []
-    for name in weights:
-        if name not in known:
-            raise RuntimeError(
-                f"the compiler made a constant {name!r} that no buffer of the model holds; register it as a buffer"
-            )
-        tensor = known[name]
-        constants.append(
-            Constant(
-                name=name,
-                storage_key=storage_key("cpu", name),
-                nbytes=tensor.numel() * tensor.element_size(),
-                dtype=SCALAR_TYPES[tensor.dtype],
-                device_type=DEVICE_TYPES["cpu"],
-                offset=0,
-                sizes=tuple(tensor.shape),
-                strides=tuple(tensor.stride()),
-            )
+    constants = list(next(r for r in results if not isinstance(r, str)))
+    if unknown := [name for name in constants if name not in ep.state_dict]:
+        raise RuntimeError(
+            f"the compiler made a constant {unknown[0]!r} that no buffer of the model holds; register it as a buffer"
         )
     return code, constants
 
@@ -203,15 +244,27 @@ def fake_constants_allowed() -> Iterator[None]:
 
 
 def release_constants(ep: ExportedProgram) -> None:
-    """Puts fake tensors in the place of a method's large constants: it can still be compiled, but no longer run.
-
-    Small ones stay, as the compiler writes some of them into the code.
-    """
+    """Puts fake tensors in the place of a method's constants: it can still be compiled, but no longer run."""
     for name, node in constant_nodes(ep).items():
         store = ep.constants if name in ep.constants else ep.state_dict
         fake = node.meta["val"]
-        if fake.numel() > SMALL:
-            store[name] = torch.nn.Parameter(fake, False) if isinstance(store[name], torch.nn.Parameter) else fake
+        store[name] = torch.nn.Parameter(fake, False) if isinstance(store[name], torch.nn.Parameter) else fake
+
+
+def payload_constant(local: str, name: str, value: torch.Tensor) -> Constant:
+    """What native code is told of a constant that it calls ``local``: ``value`` (real or fake) is the one called
+    ``name`` in the data file.
+    """
+    return Constant(
+        name=local,
+        storage_key=storage_key("cpu", name),
+        nbytes=value.numel() * value.element_size(),
+        dtype=SCALAR_TYPES[value.dtype],
+        device_type=DEVICE_TYPES["cpu"],
+        offset=0,
+        sizes=tuple(value.shape),
+        strides=tuple(value.stride()),
+    )
 
 
 SCALAR_TYPES = {

@@ -10,25 +10,33 @@ from executorch.backends.aoti.aoti_partitioner import AotiPartitioner
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import PartitionResult
+from torch.export import ExportedProgram
+from torch.fx import Node
 
 from eyas.runtime.artifact import HOST_KEY
 from eyas.runtime.payload import Constant, encode
 
 _payloads: Mapping[str, tuple[Path, tuple[Constant, ...]]] = {}
 _host: Path | None = None
+STUB = "eyas::compiled_block"
 
 
 @contextlib.contextmanager
-def payloads(methods: Mapping[str, tuple[Path, tuple[Constant, ...]]], host: Path | None) -> Iterator[None]:
-    """What the delegate finds while it is lowered: each method's native code and constants, and the host library, if
-    any.
+def payloads(calls: Mapping[str, tuple[Path, tuple[Constant, ...]]], host: Path | None) -> Iterator[None]:
+    """What the delegates find while they are lowered: the native code and the constants of each call, by its name, and
+    the host library, if any.
     """
     global _payloads, _host
-    before, (_payloads, _host) = (_payloads, _host), (methods, host)
+    before, (_payloads, _host) = (_payloads, _host), (calls, host)
     try:
         yield
     finally:
         _payloads, _host = before
+
+
+def is_stub(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "name", lambda: "")().startswith(STUB)
 
 
 @final
@@ -37,8 +45,8 @@ class CpuBackend(BackendDetails):
 
     @staticmethod
     def preprocess(edge_program, compile_specs: list[CompileSpec]) -> PreprocessResult:
-        method = next(spec.value.decode() for spec in compile_specs if spec.key == "method_name")
-        path, constants = _payloads[method]
+        call = next(node.args[0] for node in edge_program.graph.nodes if is_stub(node))
+        path, constants = _payloads[call]
         code = path.read_bytes()
         key = hashlib.sha256(code).hexdigest() + "_so_blob"
         store = NamedDataStore()
@@ -53,7 +61,17 @@ class CpuBackend(BackendDetails):
 
 
 class CpuPartitioner(AotiPartitioner):
-    """Hands a whole method to ``CpuBackend``."""
+    """Hands each call of a block, with the pieces of its results, to a ``CpuBackend`` of its own."""
 
-    def __init__(self, method: str):
-        super().__init__(CpuBackend.__name__, [CompileSpec("method_name", method.encode())])
+    def __init__(self):
+        super().__init__(CpuBackend.__name__, [])
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        tags = {}
+        for node in exported_program.graph.nodes:
+            if is_stub(node):
+                tag = f"call_{len(tags)}"
+                tags[tag] = self.delegation_spec
+                for one in (node, *node.users):
+                    one.meta["delegation_tag"] = tag
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)

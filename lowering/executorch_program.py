@@ -1,91 +1,114 @@
-"""Puts compiled methods into one ExecuTorch program: each method is one call of the stock AOTInductor delegate.
+"""Puts compiled methods into one ExecuTorch program: each method is a chain of calls of the stock AOTInductor delegate.
 
-The delegate is lowered over a stub of each method, a single opaque node with the method's inputs and outputs, so that
+The delegates are lowered over a stub of each method, one opaque node a call with its inputs and outputs, so that
 nothing of a model passes through ExecuTorch's own copies of the graph.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
+import sympy
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from eyas.lowering.aoti_cpu import CompiledMethod
+from eyas.lowering.chains import Chain
 
 
-@torch.library.custom_op("eyas::compiled_method", mutates_args=())
-def compiled_method(method: str, inputs: list[Tensor]) -> list[Tensor]:
-    """Stands for a method that is compiled already; it exists only between a stub and its delegate."""
-    raise RuntimeError(f"method {method!r} is a stub; it runs only as part of a program")
+@torch.library.custom_op("eyas::compiled_block", mutates_args=())
+def compiled_block(call: str, inputs: list[Tensor]) -> list[Tensor]:
+    """Stands for a call of a block that is compiled already; it exists only between a stub and its delegate."""
+    raise RuntimeError(f"{call!r} is a stub; it runs only as part of a program")
 
 
-_outputs: dict[str, "Outputs"] = {}
+_shapes: dict[str, "Shapes"] = {}
 
 
-@compiled_method.register_fake
-def _(method: str, inputs: list[Tensor]) -> list[Tensor]:
-    return _outputs[method].like(inputs)
+@compiled_block.register_fake
+def _(call: str, inputs: list[Tensor]) -> list[Tensor]:
+    return _shapes[call].like(inputs)
 
 
-class Outputs:
-    """Shapes of a method's outputs in terms of its inputs' dynamic dimension."""
+class Shapes:
+    """Shapes of a call's results in terms of its inputs' dynamic sizes."""
 
-    def __init__(self, ep: ExportedProgram):
-        nodes = {node.name: node for node in ep.graph.nodes}
-        self.shapes = [
-            (tuple(v.shape), v.dtype) for v in (nodes[n].meta["val"] for n in ep.graph_signature.user_outputs)
-        ]
+    def __init__(self, inputs: list[Tensor], outputs: list[Tensor]):
+        self.sources: dict[sympy.Symbol, tuple[int, int]] = {}
+        for i, value in enumerate(inputs):
+            for d, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    self.sources.setdefault(size.node.expr, (i, d))
+        self.outputs = [([getattr(getattr(d, "node", None), "expr", d) for d in v.shape], v.dtype) for v in outputs]
 
     def like(self, inputs: list[Tensor]) -> list[Tensor]:
-        rows = inputs[0].shape[1]
-        return [
-            inputs[0].new_empty([d if isinstance(d, int) else rows for d in shape], dtype=dtype)
-            for shape, dtype in self.shapes
-        ]
+        sizes = {symbol: inputs[i].shape[d] for symbol, (i, d) in self.sources.items()}
+
+        def size(expression: object) -> int | torch.SymInt:
+            if isinstance(expression, int):
+                return expression
+            symbols = sorted(expression.free_symbols, key=str)
+            return sympy.lambdify(symbols, expression)(*(sizes[symbol] for symbol in symbols))
+
+        return [torch.empty([size(d) for d in shape], dtype=dtype) for shape, dtype in self.outputs]
 
 
 class Stub(torch.nn.Module):
-    """A module whose forward is one ``compiled_method`` node."""
+    """A module whose forward is one ``compiled_block`` node a step of a chain."""
 
-    def __init__(self, method: str):
+    def __init__(self, method: str, chain: Chain):
         super().__init__()
-        self.method = method
+        self.method, self.chain = method, chain
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.ops.eyas.compiled_method(self.method, list(inputs)))
+        values = list(inputs)
+        for i, step in enumerate(self.chain.steps):
+            values += torch.ops.eyas.compiled_block(call_name(self.method, i), [values[v] for v in step.inputs])
+        return tuple(values[v] for v in self.chain.outputs)
 
 
-def stub_of(method: str, ep: ExportedProgram, max_rows: int) -> ExportedProgram:
-    """The stub of a traced method, over 1..``max_rows`` rows."""
-    nodes = {node.name: node.meta["val"] for node in ep.graph.nodes if node.op == "placeholder"}
-    values = [nodes[name] for name in ep.graph_signature.user_inputs]
+def call_name(method: str, step: int) -> str:
+    return f"{method}:{step}"
+
+
+def stub_of(method: str, chain: Chain, max_rows: int) -> ExportedProgram:
+    """The stub of a method, over 1..``max_rows`` rows."""
     upper = max(max_rows, 4)
     rows = Dim("rows", min=1, max=upper)
+    values = chain.values[: chain.n_inputs]
     example = [torch.zeros([d if isinstance(d, int) else 3 for d in v.shape], dtype=v.dtype) for v in values]
     dynamic = tuple({i: rows for i, d in enumerate(v.shape) if not isinstance(d, int)} for v in values)
-    _outputs[method] = Outputs(ep)
-    return torch.export.export(Stub(method), tuple(example), dynamic_shapes=(dynamic,), strict=False)
+    at = chain.n_inputs
+    for i, step in enumerate(chain.steps):
+        made = chain.values[at : at + step.n_results]
+        _shapes[call_name(method, i)] = Shapes([chain.values[v] for v in step.inputs], list(made))
+        at += step.n_results
+    return torch.export.export(Stub(method, chain), tuple(example), dynamic_shapes=(dynamic,), strict=False)
 
 
 def write_program(
     path: Path,
-    methods: Mapping[str, tuple[ExportedProgram, int]],
-    compiled: Mapping[str, CompiledMethod],
+    chains: Mapping[str, tuple[Chain, int]],
+    code: Mapping[str, Path],
     constant_methods: Mapping[str, object],
     host: Path | None,
 ) -> None:
-    """Writes the ``.pte``. ``methods``: name -> (traced method, its largest number of rows). ``host``: the library that
-    implements AOTInductor's interface for them, None where that is torch's."""
+    """Writes the ``.pte``. ``chains``: method -> (its chain, its largest number of rows). ``code``: block -> its native
+    code. ``host``: the library that implements AOTInductor's interface for them, None where that is torch's.
+    """
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 
     from eyas.lowering.delegate import CpuPartitioner, payloads
 
-    stubs = {name: stub_of(name, ep, rows) for name, (ep, rows) in methods.items()}
-    with payloads({name: (method.code, method.constants) for name, method in compiled.items()}, host):
+    stubs = {name: stub_of(name, chain, rows) for name, (chain, rows) in chains.items()}
+    calls = {
+        call_name(name, i): (code[step.block], step.constants)
+        for name, (chain, _) in chains.items()
+        for i, step in enumerate(chain.steps)
+    }
+    with payloads(calls, host):
         edge = to_edge_transform_and_lower(
             stubs,
-            partitioner={name: [CpuPartitioner(name)] for name in stubs},
+            partitioner={name: [CpuPartitioner()] for name in stubs},
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
             constant_methods=dict(constant_methods),
         )

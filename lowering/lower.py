@@ -20,7 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyas.lowering.aoti_cpu import HOSTS, CompiledMethod, compile_method, release_constants
+from eyas.lowering.aoti_cpu import HOSTS, CompiledBlock, compile_block, release_constants
+from eyas.lowering.chains import BLOCK, chain_of
 from eyas.lowering.content_cache import ContentCache, default_root, file_sha256, key_of
 from eyas.lowering.cpu_kernels import build_libraries
 from eyas.lowering.data_file import write_data_file
@@ -37,7 +38,7 @@ from eyas.models.speculator import Eagle3Speculator
 from eyas.models.target import Checkpoint, find_target
 from eyas.passes.pipeline import PassRecord, run_pipeline
 from eyas.passes.printer import program_hash
-from eyas.passes.program import Derived, Program, SharedBuffer
+from eyas.passes.program import Block, Derived, Program, SharedBuffer
 from eyas.passes.registry import pipeline_text
 from eyas.passes.share_buffers import plan_lines
 from eyas.runtime.artifact import DATA, FORMAT, FORMAT_VERSION, MANIFEST, PROGRAM, TOKENIZER
@@ -48,7 +49,6 @@ from eyas.runtime.text import return_free_memory
 DTYPE = torch.float32  # activations and caches on cpu: what its kernels take
 DEFAULT_PREFILL = 512  # rows of a prompt's chunk, where the window allows them
 PLAN = "plan.json"
-INLINED = 8  # elements of the largest constant whose values the compiler writes into the code
 COMPILER_BYTES = 1 << 30  # what tracing and compiling need beside the weights, measured on the 270M model
 
 
@@ -86,7 +86,7 @@ class Progress(Protocol):
 
 @dataclass
 class Report:
-    """What lowering did: seconds by stage, peak memory in bytes, sizes, and what came from the cache."""
+    """What lowering did: seconds by stage, peak memory in bytes, sizes, what came from the cache, and the blocks."""
 
     path: Path
     seconds: dict[str, float] = field(default_factory=dict)
@@ -95,6 +95,7 @@ class Report:
     peak_bytes: int = 0
     peak_child_bytes: int = 0
     cached: dict[str, bool] = field(default_factory=dict)
+    blocks: list[dict[str, object]] = field(default_factory=list)
     pipeline: str = ""
     passes: list[PassRecord] = field(default_factory=list)
 
@@ -109,7 +110,7 @@ class Plan:
     constants: tuple[str, ...]
     derived: Mapping[str, Derived]
     sharing: list[dict[str, object]]
-    native_code: Mapping[str, str]
+    native_code: Mapping[str, list[str]]
     host: Mapping[str, str]
     passes: list[dict[str, object]]
 
@@ -226,14 +227,11 @@ class Lowering:
         self.report.source_bytes = 2 * sum(p.shape[0] * p.shape[1] for p in placed)
 
     def program_key(self) -> str:
-        """What decides a program file: of the weights, only those so small that the compiler writes them into the
-        code.
-        """
-        written = {n: t.tolist() for n, t in named_tensors(self.speculator).items() if t.numel() <= INLINED}
+        """What decides a program file: not the weights, which native code never holds."""
         return key_of(
             self.checkpoint.config, self.draft.config, self.limits, self.methods,
             [(p.name, p.format) for p in self.placed], self.report.pipeline, versions(), machine(), source_hash(),
-            Path(find_spec(self.spec.module).origin).read_text(encoding="utf-8"), written,
+            Path(find_spec(self.spec.module).origin).read_text(encoding="utf-8"), torch.get_num_threads(),
             self.checkpoint.stop_ids, self.checkpoint.bos_id,
         )  # fmt: skip
 
@@ -280,12 +278,16 @@ class Lowering:
         facts = {"kind": "torch"}
         if host is not None:
             facts = {"kind": "eyas", "name": host.name, "sha256": file_sha256(host)}
-        code = {method: file_sha256(c.code) for method, c in compiled.items()}
-        plan = replace(plan, native_code=code, host=facts)
+        chains = {name: (chain_of(name, program, compiled), self.limits.rows(name)) for name in program.methods}
+        digest = {key: file_sha256(one.code) for key, one in compiled.items()}
+        used = {name: dict.fromkeys(step.block for step in chain.steps) for name, (chain, _) in chains.items()}
+        plan = replace(
+            plan, native_code={name: [digest[key] for key in keys] for name, keys in used.items()}, host=facts
+        )
 
         def fill(entry: Path) -> None:
-            rows = {name: (ep, self.limits.rows(name)) for name, ep in program.methods.items()}
-            write_program(entry / PROGRAM, rows, compiled, program.constant_methods, host)
+            code = {key: one.code for key, one in compiled.items()}
+            write_program(entry / PROGRAM, chains, code, program.constant_methods, host)
             (entry / PLAN).write_text(json.dumps(plan.to_json()))
 
         with self.stage("program file"):
@@ -301,23 +303,36 @@ class Lowering:
         trim_memory()  # it is in cycles
         return program
 
-    def compile(self, program: Program) -> tuple[dict[str, CompiledMethod], Path | None]:
-        """Native code of every method, and the library that hosts its tensors; None where that must be torch's."""
+    def compile(self, program: Program) -> tuple[dict[str, CompiledBlock], Path | None]:
+        """Native code of every block, and the library that hosts its tensors; None where that must be torch's."""
+        calls = Counter(
+            n.args[0] for ep in program.methods.values() for n in ep.graph.nodes if n.target is BLOCK
+        )  # fmt: skip
         for host in HOSTS:
-            compiled, missing = {}, []
-            for method, ep in program.methods.items():
-                with self.stage(f"compile {method}"):
-                    compiled[method] = compile_method(ep, self.cache, host)
-                self.report.cached[method] = compiled[method].cached
-                missing = compiled[method].missing
-                if missing:
-                    self.progress.note(
-                        f"method {method} needs torch's {', '.join(missing[:3])}; the program will need torch to run"
-                    )
-                    break
-            if not missing:
-                return compiled, build_libraries(self.cache).host if host == "eyas" else None
+            with self.stage("compile"):
+                compiled = self.compile_blocks({key: program.blocks[key] for key in calls}, host)
+            lacking = [(key, one.missing) for key, one in compiled.items() if one.missing]
+            if lacking:
+                key, missing = lacking[0]
+                self.progress.note(
+                    f"block {key} needs torch's {', '.join(missing[:3])}; the program will need torch to run"
+                )
+                continue
+            for key, one in compiled.items():
+                self.progress.note(
+                    f"block {key}: {program.blocks[key].size} nodes, called {calls[key]} times, "
+                    f"{'found in the cache' if one.cached else 'compiled'} ({one.seconds:.1f} s)"
+                )
+            self.report.blocks = [
+                {"block": key, "nodes": program.blocks[key].size, "calls": calls[key], "seconds": one.seconds,
+                 "cached": one.cached, "bytes": one.code.stat().st_size}
+                for key, one in compiled.items()
+            ]  # fmt: skip
+            return compiled, build_libraries(self.cache).host if host == "eyas" else None
         raise AssertionError("torch lacks nothing")
+
+    def compile_blocks(self, blocks: Mapping[str, Block], host: str) -> dict[str, CompiledBlock]:
+        return {key: compile_block(block, self.cache, host) for key, block in blocks.items()}
 
     def manifest(self, plan: Plan, tokenizer: TokenizerFacts, folder: Path) -> dict[str, object]:
         """What the artifact says of itself; see ``eyas.runtime.artifact`` for who reads it."""

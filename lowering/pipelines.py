@@ -8,9 +8,10 @@ OPTIMISE: dict[str, str] = {
     "cpu": "remove_noop,split_copy_to_slice,midm_sdpa,int4_smallm,dead_code,materialize_tables",
 }
 
-# What a program for the device cannot do without: rows that do not depend on each other, and one storage a name.
+# What a program for the device cannot do without: rows that do not depend on each other, one storage
+# a name, and native code of which each part is compiled once.
 FINISH: dict[str, str] = {
-    "cpu": "masked_sdpa,panel_linear,share_buffers",
+    "cpu": "masked_sdpa,panel_linear,share_buffers,outline_blocks",
 }
 
 

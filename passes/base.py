@@ -43,7 +43,7 @@ class Pass:
     """
 
     name: ClassVar[str]
-    requires: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset({"no_blocks"})  # its nodes stand in the methods themselves
     ensures: ClassVar[frozenset[str]] = frozenset()
     breaks: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True

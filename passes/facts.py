@@ -49,6 +49,7 @@ def shared(program: Program) -> str | None:
 
 
 FACTS: dict[str, Callable[[Program], str | None]] = {
+    "no_blocks": none_of((own.block.default,)),
     "no_splits": none_of(SPLITS),
     "row_invariant_attention": none_of(STOCK_ATTENTION),
     "row_invariant_linear": none_of(STOCK_PRODUCTS),

@@ -33,7 +33,7 @@ class Int4Smallm(MethodPass):
     """
 
     name: ClassVar[str] = "int4_smallm"
-    requires: ClassVar[frozenset[str]] = frozenset({"unpacked_weights"})
+    requires: ClassVar[frozenset[str]] = frozenset({"no_blocks", "unpacked_weights"})
     max_m: int = MAX_SMALL_ROWS
 
     def __post_init__(self):

@@ -49,7 +49,7 @@ class MidmSdpa(MethodPass):
     """
 
     name: ClassVar[str] = "midm_sdpa"
-    requires: ClassVar[frozenset[str]] = frozenset({"visible_masks"})
+    requires: ClassVar[frozenset[str]] = frozenset({"no_blocks", "visible_masks"})
     exact: ClassVar[bool] = False
     max_m: int = sdpa_midm.MAX_ROWS
 

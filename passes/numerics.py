@@ -53,7 +53,9 @@ def copy_program(program: Program) -> Program:
     """A program whose graphs and signatures may be rewritten apart from ``program``'s, over the same constants."""
     methods = {name: copy_method(ep) for name, ep in program.methods.items()}
     sharing = dict(program.sharing) if program.sharing is not None else None
-    return Program(methods, dict(program.constant_methods), program.device, sharing, dict(program.derived))
+    return Program(
+        methods, dict(program.constant_methods), program.device, sharing, dict(program.derived), dict(program.blocks)
+    )
 
 
 def copy_method(ep: ExportedProgram) -> ExportedProgram:

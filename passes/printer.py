@@ -31,20 +31,20 @@ class Symbols:
         return re.sub(r"\b[su]\d+\b", lambda m: self.names.setdefault(m[0], f"{m[0][0]}{len(self.names)}"), text)
 
 
-def print_method(ep: ExportedProgram, name: str = "forward", with_values: bool = False) -> str:
-    """One method. ``with_values``: adds a hash of every small constant that the method does not write."""
+def print_method(ep: ExportedProgram, name: str = "forward", with_values: bool = False, kind: str = "method") -> str:
+    """One method or another ``kind``. ``with_values``: adds a hash of every small constant that it does not write."""
     symbols, lines = Symbols(), []
     constants = {spec.arg.name: (constant, spec) for constant, spec in constant_specs(ep)}
     written = mutated_buffers(ep)
     for node in ep.graph.nodes:
         if node.op == "placeholder":
-            kind = "input"
+            source = "input"
             if node.name in constants:
                 constant, spec = constants[node.name]
-                kind = f"{spec.kind.name.lower()} {constant}"
+                source = f"{spec.kind.name.lower()} {constant}"
                 if with_values and constant not in written:
-                    kind += value_hash(constant_value(ep, spec))
-            lines.append(f"%{node.name}: {type_of(node, symbols)} = {kind}")
+                    source += value_hash(constant_value(ep, spec))
+            lines.append(f"%{node.name}: {type_of(node, symbols)} = {source}")
         elif node.op == "output":
             lines.append(f"return {argument(node.args[0], symbols)}{updates(ep)}")
         else:
@@ -56,13 +56,14 @@ def print_method(ep: ExportedProgram, name: str = "forward", with_values: bool =
         for s, r in ep.range_constraints.items()
         if str(s) in symbols.names
     ]
-    head = f"method {name}" + (f" where {', '.join(sorted(ranges))}" if ranges else "")
+    head = f"{kind} {name}" + (f" where {', '.join(sorted(ranges))}" if ranges else "")
     return "\n".join([head, *("  " + line for line in lines)]) + "\n"
 
 
 def print_program(program: Program) -> str:
     """Every method, and who shares which buffer."""
     parts = [print_method(ep, name) for name, ep in program.methods.items()]
+    parts += [print_method(block.program, key, kind="block") for key, block in program.blocks.items()]
     if program.sharing is not None:
         lines = [
             f"  {b.name}: {dtype_name(b.dtype)}[{','.join(map(str, b.shape))}]"

@@ -35,7 +35,8 @@ class Program:
 
     Constants (weights, tables, caches) go by fully qualified name. Methods are traced from one module, so an equal name
     means an equal tensor; ``share_buffers`` checks it and fills in ``sharing``. ``derived`` records the constants that
-    passes made from others, so that they can be made again without running the passes.
+    passes made from others, so that they can be made again without running the passes. ``blocks``: what the nodes
+    ``eyas.block`` of the methods call, by key.
     """
 
     methods: dict[str, ExportedProgram]
@@ -43,6 +44,7 @@ class Program:
     device: str = "cpu"
     sharing: "Mapping[str, SharedBuffer] | None" = None
     derived: dict[str, Derived] = field(default_factory=dict)
+    blocks: "dict[str, Block]" = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: "Program | ExportedProgram") -> "Program":
@@ -71,6 +73,21 @@ class SharedBuffer:
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a method that stands at one or several places, as a method of its own without constants.
+
+    ``program``: its inputs are first ``n_constants`` that it reads and ``n_written`` that it writes in place, all of
+    them constants of the method it came from, then values. ``size``: its nodes.
+    """
+
+    key: str
+    program: ExportedProgram
+    n_constants: int
+    n_written: int
+    size: int
 
 
 def constant_specs(ep: ExportedProgram) -> Iterator[tuple[str, InputSpec]]:

@@ -16,6 +16,7 @@ PASSES: dict[str, str] = {
     "masked_sdpa": "eyas.passes.masked_sdpa:MaskedSdpa",
     "materialize_tables": "eyas.passes.materialize_tables:MaterializeTables",
     "midm_sdpa": "eyas.passes.midm_sdpa:MidmSdpa",
+    "outline_blocks": "eyas.passes.outline_blocks:OutlineBlocks",
     "panel_linear": "eyas.passes.panel_linear:PanelLinear",
     "remove_noop": "eyas.passes.remove_noop:RemoveNoop",
     "share_buffers": "eyas.passes.share_buffers:ShareBuffers",

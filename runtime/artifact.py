@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from eyas.runtime.buffers import BufferPool
-from eyas.runtime.container_files import MethodSpec, ProgramFile
-from eyas.runtime.native import NAMES, Container, Host, Tensor
+from eyas.runtime.container_files import DelegateCall, MethodSpec, ProgramFile
+from eyas.runtime.native import NAMES, Call, Chain, Container, Host, Tensor
 from eyas.runtime.payload import decode, storage_key
 
 FORMAT, FORMAT_VERSION = "eyas-artifact", 1
@@ -124,7 +124,8 @@ class Artifact:
         found += [(buffer["writers"], list) for buffer in manifest["sharing"]]
         for name in manifest["methods"] | manifest["native_code"]:
             ranges = manifest["methods"][name]
-            found += [(manifest["native_code"][name], str), (ranges["min_rows"], int), (ranges["max_rows"], int)]
+            found += [(digest, str) for digest in manifest["native_code"][name]]
+            found += [(manifest["native_code"][name], list), (ranges["min_rows"], int), (ranges["max_rows"], int)]
         for value, kind in found:
             if not isinstance(value, kind):
                 raise TypeError(f"{value!r} in the place of a {kind.__name__}")
@@ -160,10 +161,10 @@ class Method:
     """
 
     def __init__(
-        self, spec: MethodSpec, rows: tuple[int, int], container: Container, max_seq_len: int, vocab_size: int
+        self, spec: MethodSpec, rows: tuple[int, int], host: Host, chain: Chain, max_seq_len: int, vocab_size: int
     ):
         self.name, self.spec, self.min_rows, self.max_rows = spec.name, spec, *rows
-        self._container = container
+        self._host, self._chain = host, chain
         self._bounds = {1: ("positions", max_seq_len), 2: ("tokens", vocab_size)}  # by the number of dimensions
 
     def __call__(self, *inputs: Tensor | np.ndarray) -> list[Tensor]:
@@ -195,11 +196,11 @@ class Method:
                     raise ValueError(
                         f"{what} of method {self.name!r} (input {i}) must lie in 0..{bound - 1}, got {low} to {high}"
                     )
-        return self._container.run(tensors)
+        return self._chain.run(tensors)
 
     def _own(self, value: Tensor | np.ndarray) -> Tensor:
         """``value`` as the native code takes it: a tensor of its own host, dense in row-major order."""
-        host = self._container.host
+        host = self._host
         if isinstance(value, Tensor) and value.host is host and value.array.flags.c_contiguous:
             return value
         array, dtype = (value.array, value.dtype) if isinstance(value, Tensor) else (np.asarray(value), None)
@@ -220,22 +221,45 @@ class Program:
             self.host = open_host(file, manifest["host"], Path(folder))
             self.buffers = BufferPool(self.host, artifact.path / DATA, mutable)
             for name, spec in file.methods.items():
-                if spec.backend not in BACKENDS:
-                    raise ArtifactError(
-                        f"method {name!r} is for the delegate {spec.backend!r}; this runtime has {', '.join(BACKENDS)}"
-                    )
-                try:
-                    key, constants = decode(spec.payload)
-                except ValueError as error:
-                    raise ArtifactError(f"{artifact.path / PROGRAM}: method {name!r}: {error}") from error
-                code = unpack(file, key, manifest["native_code"].get(name), Path(folder) / f"{name}.so")
-                container = Container(self.host, code)
-                container.bind({c.name: self.buffers.tensor(c) for c in constants})
+                calls = [self._call(file, spec, call, Path(folder)) for call in spec.calls]
+                numbers = {value: i for i, value in enumerate(spec.input_values)}
+                for call in spec.calls:
+                    numbers |= {value: len(numbers) + i for i, value in enumerate(call.outputs)}
+                steps = [
+                    Call(container, tuple(numbers[value] for value in call.inputs))
+                    for container, call in zip(calls, spec.calls)
+                ]
                 ranges = manifest["methods"][name]
                 self.methods[name] = Method(
-                    spec, (ranges["min_rows"], ranges["max_rows"]), container,
+                    spec, (ranges["min_rows"], ranges["max_rows"]), self.host,
+                    Chain(len(spec.inputs), steps, [numbers[value] for value in spec.output_values]),
                     int(self.constants["get_max_seq_len"]), int(self.constants["get_vocab_size"]),
                 )  # fmt: skip
+
+    def _call(self, file: ProgramFile, spec: MethodSpec, call: DelegateCall, folder: Path) -> Container:
+        """The native code of one call, with its constants; code that several calls share is loaded once."""
+        if call.backend not in BACKENDS:
+            raise ArtifactError(
+                f"method {spec.name!r} is for the delegate {call.backend!r}; this runtime has {', '.join(BACKENDS)}"
+            )
+        try:
+            key, constants = decode(call.payload)
+        except ValueError as error:
+            raise ArtifactError(f"{self.artifact.path / PROGRAM}: method {spec.name!r}: {error}") from error
+        path = folder / f"{key[:64]}.so"
+        if not path.exists():
+            expected = next(
+                (h for h in self.artifact.manifest["native_code"].get(spec.name, ()) if key.startswith(h)), None
+            )
+            unpack(file, key, expected, path)
+        container = Container(self.host, path)
+        if len(call.outputs) != container.n_outputs:
+            raise ArtifactError(
+                f"method {spec.name!r} expects {len(call.outputs)} results of the native code {key[:12]}..., which gives "
+                f"{container.n_outputs}; lower again"
+            )
+        container.bind({c.name: self.buffers.tensor(c) for c in constants})
+        return container
 
     def method(self, name: str) -> Method:
         """A method by name. Raises ``KeyError`` naming those there are."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from eyas.runtime.container_files import ContainerError, DataFile
 from eyas.runtime.native import DTYPES, NAMES, Host, Tensor
-from eyas.runtime.payload import Constant
+from eyas.runtime.payload import Constant, name_of
 
 
 class BufferPool:
@@ -35,11 +35,11 @@ class BufferPool:
             known, tensor = self._tensors[key]
             if (known.dtype, known.sizes, known.strides) != (constant.dtype, constant.sizes, constant.strides):
                 raise ContainerError(
-                    f"two methods mean different tensors by {constant.name!r}: {known.sizes} and {constant.sizes}"
+                    f"two calls mean different tensors by {name_of(key)!r}: {known.sizes} and {constant.sizes}"
                 )
             return tensor
         if constant.dtype not in NAMES:
-            raise ContainerError(f"constant {constant.name!r} has scalar type {constant.dtype}, which is not supported")
+            raise ContainerError(f"constant {name_of(key)!r} has scalar type {constant.dtype}, which is not supported")
         kind = np.dtype(DTYPES[NAMES[constant.dtype]][1])
         data = self._file.bytes_of(key)
         if len(data) != constant.nbytes:
@@ -70,4 +70,4 @@ class BufferPool:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every buffer by its name; for tests and tools."""
-        return {constant.name: tensor.array for constant, tensor in self._tensors.values()}
+        return {name_of(key): tensor.array for key, (_, tensor) in self._tensors.items()}

@@ -27,14 +27,29 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class DelegateCall:
+    """One step of a method. ``payload``: what its delegate was given; ``inputs`` and ``outputs``: the method's values
+    that it takes and sets.
+    """
+
+    backend: str
+    payload: bytes
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class MethodSpec:
-    """One delegated method of a program file. ``payload``: what its delegate was given."""
+    """One delegated method of a program file: its ``calls`` in order. ``input_values`` and ``output_values``: which
+    values its inputs and outputs are.
+    """
 
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    backend: str
-    payload: bytes
+    input_values: tuple[int, ...]
+    output_values: tuple[int, ...]
+    calls: tuple[DelegateCall, ...]
 
 
 class MappedFile:
@@ -119,7 +134,7 @@ DYNAMIC_BOUND = 1
 
 
 class ProgramFile:
-    """A ``.pte``: ``methods`` that are one delegate call each, ``constants`` (the constant methods), and named data.
+    """A ``.pte``: ``methods`` that consist of delegate calls, ``constants`` (the constant methods), and named data.
 
     Raises ``ContainerError`` for a file that is not such a program.
     """
@@ -152,13 +167,30 @@ class ProgramFile:
                 read = [constant(kind, table) for kind, table in outputs]
                 self.constants[name] = read[0] if len(read) == 1 else read
                 continue
-            inputs = [values[i] for i in plan.numbers(3, N.Int32Flags)]
-            if len(delegates) != 1:
-                raise ContainerError(f"{self.file.path}: method {name!r} has {len(delegates)} delegates, expected 1")
-            self.methods[name] = MethodSpec(
-                name, tuple(map(tensor_spec, inputs)), tuple(map(tensor_spec, outputs)), delegates[0].text(0),
-                self._processed(delegates[0]),
-            )  # fmt: skip
+            ends = [plan.numbers(field, N.Int32Flags) for field in (3, 4)]
+            inputs, outputs = (tuple(tensor_spec(values[i]) for i in numbers) for numbers in ends)
+            self.methods[name] = MethodSpec(name, inputs, outputs, *ends, self._calls(name, plan, delegates))
+
+    def _calls(self, name: str, plan: Fields, delegates: list[Fields]) -> tuple[DelegateCall, ...]:
+        """The calls that a method consists of; it must have nothing else."""
+        payloads = [self._processed(delegate) for delegate in delegates]
+        set_by: set[int] = set(plan.numbers(3, N.Int32Flags))
+        calls = []
+        for chain in plan.children(5):
+            for instruction in chain.children(2):
+                kind, call = instruction.union(0)
+                if kind != DELEGATE_CALL:
+                    raise ContainerError(
+                        f"{self.file.path}: method {name!r} has an instruction of kind {kind}; expected delegates only"
+                    )
+                index, arguments = call.number(0, N.Int32Flags), call.numbers(1, N.Int32Flags)
+                inputs = tuple(value for value in arguments if value in set_by)
+                outputs = tuple(value for value in arguments if value not in set_by)
+                if arguments != inputs + outputs:
+                    raise ContainerError(f"{self.file.path}: method {name!r} reads a value that no call has set")
+                set_by.update(outputs)
+                calls.append(DelegateCall(delegates[index].text(0), payloads[index], inputs, outputs))
+        return tuple(calls)
 
     def _processed(self, delegate: Fields) -> bytes:
         reference = delegate.child(1)

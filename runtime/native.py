@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -213,10 +214,17 @@ class Container:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """One call; the outputs are new memory."""
-        handles = (c_void_p * len(inputs))(*(tensor.new_handle() for tensor in inputs))
+        handles = [tensor.new_handle().value for tensor in inputs]
+        return [Tensor(self.host, handle) for handle in self.run_handles(handles)]
+
+    def run_handles(self, handles: Sequence[int]) -> Sequence[int]:
+        """One call, which takes its input handles over; the outputs' are the caller's."""
         outputs = (c_void_p * self.n_outputs)()
-        self._RunSingleThreaded(self._handle, handles, len(inputs), outputs, self.n_outputs, None, None)
-        return [Tensor(self.host, handle) for handle in outputs]
+        count = len(handles)
+        self._RunSingleThreaded(
+            self._handle, (c_void_p * count)(*handles), count, outputs, self.n_outputs, None, None
+        )  # fmt: skip
+        return outputs
 
     def _text(self, function, index: int) -> str:
         text = c_char_p()
@@ -234,6 +242,76 @@ class Container:
     def __del__(self):
         if getattr(self, "_handle", None):
             self._lib.AOTInductorModelContainerDelete(self._handle)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step of a chain. ``inputs``: which values it takes, by number."""
+
+    container: Container
+    inputs: tuple[int, ...]
+
+
+class Chain:
+    """Compiled blocks that make up a method, called in order.
+
+    Values are numbered: first the method's ``n_inputs``, then what each call gives, in order; ``outputs`` are the
+    method's results. A value that no later call reads is given away or let go, so little is alive at a time.
+    """
+
+    def __init__(self, n_inputs: int, calls: Sequence[Call], outputs: Sequence[int]):
+        self.outputs = tuple(outputs)
+        self._n_inputs = n_inputs
+        starts, total = [], n_inputs
+        for call in calls:
+            starts.append(total)
+            total += call.container.n_outputs
+        kept, last = set(self.outputs), {}
+        for i, call in enumerate(calls):
+            last |= dict.fromkeys(call.inputs, i)
+        self._steps = []
+        for i, (call, start) in enumerate(zip(calls, starts)):
+            moves = [  # an own value's last reader takes it over; others get a handle of their own
+                v >= n_inputs and last[v] == i and v not in kept and v not in call.inputs[k + 1 :]
+                for k, v in enumerate(call.inputs)
+            ]
+            made = range(start, start + call.container.n_outputs)
+            unread = [v for v in made if v not in last and v not in kept]
+            self._steps.append((call.container, list(zip(call.inputs, moves)), unread))
+
+    @property
+    def n_calls(self) -> int:
+        return len(self._steps)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """One call of the method; the outputs are new memory, or share an input's."""
+        host = inputs[0].host
+        values: list[int | None] = [tensor.handle for tensor in inputs]
+        fresh, new_handle = c_void_p(), host.new_tensor_handle
+        into = byref(fresh)
+        try:
+            for container, sources, unread in self._steps:
+                handles = []
+                for value, moves in sources:
+                    if moves:
+                        handles.append(values[value])
+                        values[value] = None
+                    else:
+                        new_handle(values[value], into)
+                        handles.append(fresh.value)
+                values += container.run_handles(handles)
+                for value in unread:
+                    host.delete_tensor_object(values[value])
+                    values[value] = None
+            results = []
+            for value in self.outputs:
+                new_handle(values[value], into)
+                results.append(Tensor(host, fresh.value))
+            return results
+        finally:
+            for handle in values[self._n_inputs :]:
+                if handle is not None:
+                    host.delete_tensor_object(handle)
 
 
 class _Pair(ctypes.Structure):

@@ -14,7 +14,7 @@ KEY_PREFIX = "cuda_fqn_weight"
 
 @dataclass(frozen=True)
 class Constant:
-    """One constant of a method. ``storage_key``: its entry in the data file. Sizes and strides in elements."""
+    """One constant of native code. ``name``: what the code calls it; ``storage_key``: its entry in the data file. Sizes and strides in elements."""
 
     name: str
     storage_key: str
@@ -29,6 +29,11 @@ class Constant:
 def storage_key(device: str, name: str) -> str:
     """The data file's key of the constant ``name`` on ``device``."""
     return f"{KEY_PREFIX}:{device}:{name}"
+
+
+def name_of(storage_key: str) -> str:
+    """The fully qualified name of the constant that a key of the data file stands for."""
+    return storage_key.split(":", 2)[-1]
 
 
 def encode(code_key: str, constants: list[Constant]) -> bytes:

@@ -1,0 +1,373 @@
+"""Finds the parts of a method that repeat: where it can be cut, what each part is but for its constants, and which cut
+makes few distinct parts of it.
+
+A method is cut at its bottlenecks: values that everything computed from an earlier one of them goes through, such as
+the residual stream between a decoder's layers. They are a chain of immediate post-dominators; positions, masks and
+other values that do not come from the stream may be read anywhere.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from eyas.passes.printer import Symbols, argument, target, type_of
+from eyas.passes.program import constant_nodes, schema_arguments, storage_root, viewed, written_roots
+
+
+class Uncut(ValueError):
+    """A method that cannot be taken apart; the message says why."""
+
+
+def is_number(node: Node) -> bool:
+    """Whether a node's value is no tensor but a number, such as the size of a dimension."""
+    return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_written(node: Node, index_of: Node) -> bool:
+    """Whether ``node`` writes its argument ``index_of`` in place."""
+    hits: list[Node] = []
+    for formal, value in schema_arguments(node):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            torch.fx.node.map_arg(value, hits.append)
+    return index_of in hits
+
+
+class Flow:
+    """What must come before what in a method: values before their users, and writes to a storage in their order."""
+
+    def __init__(self, ep: ExportedProgram):
+        self.ep = ep
+        self.nodes = [n for n in ep.graph.nodes if n.op == "call_function" and not is_number(n)]
+        self.output = next(n for n in ep.graph.nodes if n.op == "output")
+        if other := next((n for n in ep.graph.nodes if n.op == "get_attr"), None):
+            raise Uncut(f"%{other.name} is a graph of its own")
+        self.views = {n for n in self.nodes if viewed(n) is not None and storage_root(n).op == "placeholder"}
+        self.writers: set[Node] = set()
+        self.graph = nx.DiGraph()
+        self.graph.add_nodes_from(self.nodes)
+        own = set(self.nodes)
+        for node in self.nodes:
+            self.graph.add_edges_from((source, node) for source in node.all_input_nodes if source in own)
+        self._order_writes()
+
+    def _order_writes(self) -> None:
+        accesses: dict[Node, list[tuple[Node, bool]]] = defaultdict(list)
+        for node in self.nodes:
+            for source in node.all_input_nodes:
+                accesses[storage_root(source)].append((node, is_written(node, source)))
+        for root, uses in accesses.items():
+            writers = {node for node, writes in uses if writes}
+            if not writers:
+                continue
+            if root.op != "placeholder":
+                raise Uncut(f"%{next(iter(writers)).name} writes into %{root.name}, which the method computes")
+            self.writers |= writers
+            self.views -= {n for n in self.views if storage_root(n) is root}
+            readers: list[Node] = []
+            last: Node | None = None
+            for node in dict.fromkeys(node for node, _ in uses):
+                if last is not None and node is not last:
+                    self.graph.add_edge(last, node)
+                if node in writers:
+                    self.graph.add_edges_from((reader, node) for reader in readers if reader is not node)
+                    last, readers = node, []
+                else:
+                    readers.append(node)
+
+    def chain(self) -> list[Node]:
+        """The chain of bottlenecks from the value that most of the method comes from to one of its results: to the one
+        that makes it longest.
+        """
+        best: list[Node] = []
+        flow = self.graph.reverse(copy=False)
+        for sink in dict.fromkeys(n for n in self.output.all_input_nodes if n in self.graph):
+            dominator = nx.immediate_dominators(flow, sink)
+            start = self._origin(dominator)
+            chain = [start]
+            while chain[-1] is not sink:
+                chain.append(dominator[chain[-1]])
+            best = max(best, chain, key=len)
+        return best
+
+    def _origin(self, nodes: Iterable[Node]) -> Node:
+        """The one of ``nodes`` that most of them come from; the first of several."""
+        nodes = set(nodes)
+        position = {node: i for i, node in enumerate(self.nodes)}
+        reached: dict[Node, int] = {}  # bit i: node i comes from it
+        for node in reversed(list(nx.topological_sort(self.graph))):
+            if node in nodes:
+                bits = 1 << position[node]
+                for user in self.graph.successors(node):
+                    bits |= reached.get(user, 0)
+                reached[node] = bits
+        return max(sorted(reached, key=position.get), key=lambda node: reached[node].bit_count())
+
+    def pieces(self) -> list[list[Node]]:
+        """Every node, in the order of the method, by the bottleneck that it leads to: first what several pieces read,
+        last what comes after all bottlenecks. Numbers and views of the method's inputs belong to whoever reads them.
+        """
+        chain = self.chain()
+        place = {node: i for i, node in enumerate(chain)}
+        order = list(nx.lexicographical_topological_sort(self.graph, key={n: i for i, n in enumerate(self.nodes)}.get))
+        level: dict[Node, int] = {}
+        for node in order:
+            before = max((level[source] for source in self.graph.predecessors(node)), default=-1)
+            level[node] = place.get(node, before)
+        piece: dict[Node, int] = {}
+        last = len(chain) - 1
+        for node in reversed(order):
+            users = [piece[user] for user in self.graph.successors(node)]
+            if any(user is self.output for user in node.users):
+                users.append(last)
+            if node in place:
+                piece[node] = place[node] - 1
+            elif node in self.writers or level[node] >= 0:
+                piece[node] = level[node] if node in self.writers else min(users, default=last)
+            else:
+                piece[node] = users[0] if len(set(users)) == 1 else -1
+        found: dict[int, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            if node not in self.views:
+                found[piece[node]].append(node)
+        return [found[i] for i in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive nodes of a method, and what they are but for names: ``text`` is equal for equal parts.
+
+    ``order``: the nodes as the text has them; ``inputs``, ``constants`` and ``written`` (those that it writes in
+    place): what it reads from elsewhere; ``results``: what others read of it.
+    """
+
+    text: str
+    order: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    constants: tuple[Node, ...]
+    written: tuple[Node, ...]
+    results: tuple[Node, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.order)
+
+
+class Parts:
+    """The parts of one method, each looked at once."""
+
+    def __init__(self, flow: Flow, constants: Iterable[Node]):
+        self.flow, self.constants = flow, set(constants)
+        self.pieces = flow.pieces()
+        self.rank = {node: i for i, node in enumerate(flow.ep.graph.nodes)}
+        self._known: dict[tuple[int, int], Part] = {}
+
+    def part(self, start: int, end: int) -> Part:
+        """Pieces ``start`` to ``end`` (excluded) as one part."""
+        if (start, end) not in self._known:
+            self._known[start, end] = self._part([node for piece in self.pieces[start:end] for node in piece])
+        return self._known[start, end]
+
+    def _part(self, nodes: Sequence[Node]) -> Part:
+        own = set(nodes)
+        results = [n for n in nodes if any(self._is_read_outside(user, own) for user in n.users)]
+        results.sort(key=self.rank.get)
+        order = tuple(self._sorted(own, [*results, *sorted(self.flow.writers & own, key=self.rank.get)]))
+        inside = set(order)
+        read: dict[Node, None] = {}
+        for node in order:
+            for source in node.all_input_nodes:
+                if source not in inside and not is_number(source):
+                    read.setdefault(source)
+        inputs = [n for n in read if n not in self.constants]
+        self._supply_sizes(order, inputs, inside)
+        written_in = {storage_root(s) for n in order for s in n.all_input_nodes if is_written(n, s)}
+        if other := next((root for root in written_in if root not in self.constants), None):
+            raise Uncut(f"an input of the method, %{other.name}, is written in place")
+        constants = [n for n in read if n in self.constants and n not in written_in]
+        written = [n for n in read if n in written_in]
+        text = describe(order, inputs, constants, written, results, self.flow.ep)
+        return Part(text, order, tuple(inputs), tuple(constants), tuple(written), tuple(results))
+
+    def _is_read_outside(self, user: Node, own: set[Node]) -> bool:
+        if is_number(user):  # a size: whoever needs it takes it from a value that it has
+            return False
+        if user in self.flow.views:
+            return False  # a view of the method's inputs is made anew by each part
+        return user not in own
+
+    def _sorted(self, own: set[Node], roots: Sequence[Node]) -> Iterator[Node]:
+        """The nodes that ``roots`` need, those of the part and the views it makes for itself, each after what it needs;
+        the order follows the arguments, not the method.
+        """
+        done: set[Node] = set()
+        stack = [(root, False) for root in reversed(roots)]
+        while stack:
+            node, ready = stack.pop()
+            if node in done:
+                continue
+            if ready:
+                done.add(node)
+                yield node
+                continue
+            stack.append((node, True))
+            needed = list(node.all_input_nodes)
+            known = set(needed)
+            if node in self.flow.graph:
+                needed += sorted((n for n in self.flow.graph.predecessors(node) if n not in known), key=self.rank.get)
+            for source in reversed(needed):
+                if source in own or source in self.flow.views:
+                    stack.append((source, False))
+
+    def _supply_sizes(self, order: Sequence[Node], inputs: list[Node], inside: set[Node]) -> None:
+        """Adds to ``inputs`` a tensor for each dynamic size that the part names and none of its inputs has."""
+        for node in order:
+            for source in node.all_input_nodes:
+                if is_number(source):
+                    for tensor in sized_by(source):
+                        if find_size(source, [*inputs, *inside]) is None and tensor not in inputs:
+                            inputs.append(tensor)
+
+
+def whole(ep: ExportedProgram) -> Part:
+    """A method as one part."""
+    output = next(n for n in ep.graph.nodes if n.op == "output")
+    order = [n for n in ep.graph.nodes if n.op in ("call_function", "get_attr") and not is_number(n)]
+    held = {node for node in constant_nodes(ep).values() if node.users}
+    written = {root for root in written_roots(ep) if root in held}
+    placeholders = [n for n in ep.graph.nodes if n.op == "placeholder"]
+    inputs = [n for n in placeholders if n not in constant_nodes(ep).values()]
+    constants = [n for n in placeholders if n in held and n not in written]
+    kept = [n for n in placeholders if n in written]
+    results = [n for n in dict.fromkeys(output.all_input_nodes) if n.op == "call_function"]
+    text = describe(order, inputs, constants, kept, results, ep)
+    return Part(text, tuple(order), tuple(inputs), tuple(constants), tuple(kept), tuple(results))
+
+
+def sized_by(number: Node) -> list[Node]:
+    """The tensors whose sizes a number is computed from."""
+    found: list[Node] = []
+    stack = [number]
+    while stack:
+        node = stack.pop()
+        for source in node.all_input_nodes:
+            (stack if is_number(source) else found).append(source)
+    return found
+
+
+def find_size(number: Node, tensors: Iterable[Node]) -> tuple[Node, int] | None:
+    """A (tensor, dimension) whose size is the number of the node ``number``."""
+    for tensor in tensors:
+        value = tensor.meta.get("val")
+        for d, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and str(size) == str(number.meta["val"]):
+                return tensor, d
+    return None
+
+
+def describe(
+    order: Sequence[Node], inputs: Sequence[Node], constants: Sequence[Node], written: Sequence[Node],
+    results: Sequence[Node], ep: ExportedProgram,
+) -> str:  # fmt: skip
+    """A part in words, with names that count from 0: equal parts have equal texts."""
+    symbols = Symbols()
+    names: dict[Node, str] = {}
+    lines = []
+    for kind, group in (("constant", constants), ("written", written), ("input", inputs)):
+        for i, node in enumerate(group):
+            names[node] = f"{kind}_{i}"
+            lines.append(f"%{names[node]}: {layout_of(node, symbols)}")
+    for i, node in enumerate(order):
+        names[node] = f"v{i}"
+
+    def text(value: object) -> str:
+        if isinstance(value, Node):
+            return f"%{names[value]}" if value in names else argument(value.meta["val"], symbols)
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(map(text, value)) + "]"
+        return argument(value, symbols)
+
+    for node in order:
+        if node.op == "get_attr":
+            held = getattr(ep.graph_module, node.target)
+            lines.append(f"%{names[node]} = {getattr(held, 'code', held)}")
+            continue
+        arguments = [text(a) for a in node.args] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
+        lines.append(f"%{names[node]}: {layout_of(node, symbols)} = {target(node)}({', '.join(arguments)})")
+    lines.append(f"return {', '.join(text(node) for node in results)}")
+    ranges = [
+        f"{symbols.names[str(s)]} in [{r.lower}, {r.upper}]"
+        for s, r in ep.range_constraints.items()
+        if str(s) in symbols.names
+    ]
+    return "\n".join([f"block where {', '.join(sorted(ranges))}" if ranges else "block", *lines]) + "\n"
+
+
+def layout_of(node: Node, symbols: Symbols) -> str:
+    """A value's type, with its strides where it is a tensor that is not dense in row-major order."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and not is_dense(value):
+        strides = ",".join(symbols.rename(str(s)) for s in value.stride())
+        return f"{type_of(node, symbols)} strides [{strides}]"
+    return type_of(node, symbols)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a fake tensor is known to be dense in row-major order, whatever its dynamic sizes are."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    expected = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride())):
+        if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def best_cut(parts: Parts) -> list[tuple[int, int]]:
+    """Where to cut a method, as (first piece, end) of each part, in order.
+
+    Starts with every piece by itself and joins pieces while that makes the product of distinct nodes and the square
+    root of the number of calls smaller: nodes stand for time to compile, calls for time to run. Deeper models have more
+    calls of the same parts, so neither outweighs the other as they grow. One kind of piece at a time is joined to
+    whatever stands before each of its occurrences, or after.
+    """
+    spans = [(i, i + 1) for i in range(len(parts.pieces))]
+
+    def cost(spans: Sequence[tuple[int, int]]) -> float:
+        sizes = {part.text: part.size for part in (parts.part(*span) for span in spans)}
+        return sum(sizes.values()) * len(spans) ** 0.5
+
+    def joined(spans: Sequence[tuple[int, int]], kind: str, step: int) -> list[tuple[int, int]] | None:
+        made: list[tuple[int, int]] = []
+        texts = [parts.part(*span).text for span in spans]
+        for span, text in list(zip(spans, texts))[::-step]:
+            if made and made[-1][2] == kind and text == kind:
+                return None  # one that follows itself is a loop of its own
+            if made and made[-1][2] == kind:
+                other = made.pop()
+                made.append((min(span[0], other[0]), max(span[1], other[1]), ""))
+            else:
+                made.append((*span, text))
+        return [span[:2] for span in made[::-step]]
+
+    best = cost(spans)
+    while True:
+        options = []
+        for kind in dict.fromkeys(parts.part(*span).text for span in spans):
+            for step in (1, -1):  # to the one before, to the one after
+                candidate = joined(spans, kind, step)
+                if candidate is not None and len(candidate) < len(spans):
+                    options.append((cost(candidate), candidate))
+        if not options or min(options)[0] >= best:
+            return spans
+        best, spans = min(options)
+
+
+def repeats(parts: Sequence[Part]) -> Counter[str]:
+    """How often each text occurs."""
+    return Counter(part.text for part in parts)
