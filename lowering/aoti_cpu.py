@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,10 +95,9 @@ def compile_block(block: Block, cache: ContentCache, host: str = "eyas") -> Comp
 
     def fill(folder: Path) -> None:
         start = time.perf_counter()
-        with inductor_environment(cache, libraries):
-            code, constants = run_inductor(as_method(block), host, libraries)
+        with inductor_environment(cache, libraries), tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
+            code, constants = run_inductor(as_method(block), host, libraries, Path(scratch))
             strip_debug(code, folder / CODE)
-            shutil.rmtree(code.parent, ignore_errors=True)
         missing = () if host == "torch" else missing_from_host(folder / CODE, libraries)
         facts = {"constants": constants, "missing": sorted(missing), "seconds": time.perf_counter() - start}
         (folder / FACTS).write_text(json.dumps(facts))
@@ -196,9 +196,9 @@ def inductor_environment(cache: ContentCache, libraries: KernelLibraries) -> Ite
                 os.environ[name] = value
 
 
-def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries) -> tuple[Path, list[str]]:
-    """The shared library, and the names of the constants that it needs. Raises ``RuntimeError`` for a constant that no
-    buffer holds.
+def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries, folder: Path) -> tuple[Path, list[str]]:
+    """The shared library, made in ``folder``, and the names of the constants that it needs. Raises ``RuntimeError`` for
+    a constant that no buffer holds.
     """
     inputs = tuple(
         node.meta["val"]
@@ -211,6 +211,7 @@ def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries) -> 
         "aot_inductor.custom_ops_to_c_shims": c_shims(),
         "aot_inductor.custom_op_libs": linked,
         "aot_inductor.link_libtorch": host == "torch",
+        "aot_inductor.output_path": str(folder),  # its own: equal parts of two blocks have files of equal names
     }
     with torch.no_grad(), fake_constants_allowed():
         results = torch._inductor.aot_compile(ep.module(), inputs, options=options)

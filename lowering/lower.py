@@ -20,8 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyas.lowering.aoti_cpu import HOSTS, CompiledBlock, compile_block, release_constants
+from eyas.lowering.aoti_cpu import HOSTS, CompiledBlock, release_constants
 from eyas.lowering.chains import BLOCK, chain_of
+from eyas.lowering.compile_pool import CompilePool, default_jobs
 from eyas.lowering.content_cache import ContentCache, default_root, file_sha256, key_of
 from eyas.lowering.cpu_kernels import build_libraries
 from eyas.lowering.data_file import write_data_file
@@ -38,7 +39,7 @@ from eyas.models.speculator import Eagle3Speculator
 from eyas.models.target import Checkpoint, find_target
 from eyas.passes.pipeline import PassRecord, run_pipeline
 from eyas.passes.printer import program_hash
-from eyas.passes.program import Block, Derived, Program, SharedBuffer
+from eyas.passes.program import Derived, Program, SharedBuffer
 from eyas.passes.registry import pipeline_text
 from eyas.passes.share_buffers import plan_lines
 from eyas.runtime.artifact import DATA, FORMAT, FORMAT_VERSION, MANIFEST, PROGRAM, TOKENIZER
@@ -56,7 +57,8 @@ COMPILER_BYTES = 1 << 30  # what tracing and compiling need beside the weights, 
 class Request:
     """What to lower. ``draft``: ``untrained``, or the folder of a head. ``passes``: None takes the device's own.
 
-    ``methods``: those to compile beside the usual three, from ``EXTRA_METHODS``.
+    ``methods``: those to compile beside the usual three, from ``EXTRA_METHODS``. ``jobs``: compiler processes at a
+    time, None: one a core.
     """
 
     target: str
@@ -72,6 +74,7 @@ class Request:
     chain: int = 4
     methods: tuple[str, ...] = ()
     cache: Path | None = None
+    jobs: int | None = None
 
 
 class Progress(Protocol):
@@ -256,8 +259,13 @@ class Lowering:
         """Traces, rewrites and compiles. Writes the data file, and everything else as an entry of the cache; returns
         that.
         """
-        from eyas.lowering.executorch_program import write_program
+        with CompilePool(self.cache, self.request.jobs or default_jobs()) as pool:
+            program, plan = self.rewrite(data)
+            compiled, host = self.compile(program, pool)
+        return self.link(key, program, plan, compiled, host)
 
+    def rewrite(self, data: Path) -> tuple[Program, Plan]:
+        """Traces, runs the passes and writes the data file; the program no longer holds its weights."""
         program = self.trace(self.methods)
         with self.stage("passes"):
             self.report.passes = run_pipeline(program, self.pipeline)
@@ -274,20 +282,28 @@ class Lowering:
             for ep in program.methods.values():
                 release_constants(ep)
             trim_memory()
-        compiled, host = self.compile(program)
+        return program, plan
+
+    def link(
+        self, key: str, program: Program, plan: Plan, compiled: Mapping[str, CompiledBlock], host: Path | None
+    ) -> Path:
+        """Puts compiled blocks into a program file: an entry of the cache."""
+        from eyas.lowering.executorch_program import write_program
+
         facts = {"kind": "torch"}
         if host is not None:
             facts = {"kind": "eyas", "name": host.name, "sha256": file_sha256(host)}
         chains = {name: (chain_of(name, program, compiled), self.limits.rows(name)) for name in program.methods}
         digest = {key: file_sha256(one.code) for key, one in compiled.items()}
-        used = {name: dict.fromkeys(step.block for step in chain.steps) for name, (chain, _) in chains.items()}
-        plan = replace(
-            plan, native_code={name: [digest[key] for key in keys] for name, keys in used.items()}, host=facts
-        )
+        code = {
+            name: [digest[block] for block in dict.fromkeys(step.block for step in chain.steps)]
+            for name, (chain, _) in chains.items()
+        }
+        plan = replace(plan, native_code=code, host=facts)
 
         def fill(entry: Path) -> None:
-            code = {key: one.code for key, one in compiled.items()}
-            write_program(entry / PROGRAM, chains, code, program.constant_methods, host)
+            files = {key: one.code for key, one in compiled.items()}
+            write_program(entry / PROGRAM, chains, files, program.constant_methods, host)
             (entry / PLAN).write_text(json.dumps(plan.to_json()))
 
         with self.stage("program file"):
@@ -303,14 +319,14 @@ class Lowering:
         trim_memory()  # it is in cycles
         return program
 
-    def compile(self, program: Program) -> tuple[dict[str, CompiledBlock], Path | None]:
+    def compile(self, program: Program, pool: CompilePool) -> tuple[dict[str, CompiledBlock], Path | None]:
         """Native code of every block, and the library that hosts its tensors; None where that must be torch's."""
         calls = Counter(
             n.args[0] for ep in program.methods.values() for n in ep.graph.nodes if n.target is BLOCK
         )  # fmt: skip
         for host in HOSTS:
             with self.stage("compile"):
-                compiled = self.compile_blocks({key: program.blocks[key] for key in calls}, host)
+                compiled = pool.compile({key: program.blocks[key] for key in calls}, host)
             lacking = [(key, one.missing) for key, one in compiled.items() if one.missing]
             if lacking:
                 key, missing = lacking[0]
@@ -330,9 +346,6 @@ class Lowering:
             ]  # fmt: skip
             return compiled, build_libraries(self.cache).host if host == "eyas" else None
         raise AssertionError("torch lacks nothing")
-
-    def compile_blocks(self, blocks: Mapping[str, Block], host: str) -> dict[str, CompiledBlock]:
-        return {key: compile_block(block, self.cache, host) for key, block in blocks.items()}
 
     def manifest(self, plan: Plan, tokenizer: TokenizerFacts, folder: Path) -> dict[str, object]:
         """What the artifact says of itself; see ``eyas.runtime.artifact`` for who reads it."""

@@ -255,8 +255,8 @@ class Program:
         container = Container(self.host, path)
         if len(call.outputs) != container.n_outputs:
             raise ArtifactError(
-                f"method {spec.name!r} expects {len(call.outputs)} results of the native code {key[:12]}..., which gives "
-                f"{container.n_outputs}; lower again"
+                f"method {spec.name!r} expects {len(call.outputs)} results of the native code {key[:12]}..., "
+                f"which gives {container.n_outputs}; lower again"
             )
         container.bind({c.name: self.buffers.tensor(c) for c in constants})
         return container

@@ -14,7 +14,9 @@ KEY_PREFIX = "cuda_fqn_weight"
 
 @dataclass(frozen=True)
 class Constant:
-    """One constant of native code. ``name``: what the code calls it; ``storage_key``: its entry in the data file. Sizes and strides in elements."""
+    """One constant of native code. ``name``: what the code calls it; ``storage_key``: its entry in the data file. Sizes
+    and strides in elements.
+    """
 
     name: str
     storage_key: str

@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--cache", type=Path, help="folder for compiled code and tokenizers (default: $EYAS_CACHE or the user's)"
     )
+    p.add_argument("--jobs", type=int, help="compiler processes at a time (default: one a core)")
     p.add_argument("--quiet", action="store_true", help="stages only, without findings")
     p.add_argument("--list-targets", action="store_true", help="print the targets and stop")
     p.add_argument("--list-passes", action="store_true", help="print the passes and stop")
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.target is None or args.out is None:
         raise ValueError("--target and -o are needed; for example: --target gemma3_270m -o build/gemma3")
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
     check_writable(args.stats_json)
     progress = ConsoleProgress(verbose=not args.quiet)
     with progress.stage("load the compiler"):
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     request = Request(
         target=args.target, out=args.out, draft=args.draft, checkpoint=args.checkpoint, device=args.device,
         quant=args.quant, passes=args.passes, max_seq_len=args.max_seq_len, max_prefill=args.max_prefill,
-        max_chain=args.max_chain, chain=args.chain, methods=tuple(args.extra_method), cache=args.cache,
+        max_chain=args.max_chain, chain=args.chain, methods=tuple(args.extra_method), cache=args.cache, jobs=args.jobs,
     )  # fmt: skip
     report = lower(request, progress)
     size, total = sum(report.bytes.values()), sum(report.seconds.values())

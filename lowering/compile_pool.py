@@ -1,0 +1,122 @@
+"""Compiles blocks side by side, in processes of their own, which start while the methods are being traced."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from eyas.lowering.aoti_cpu import CompiledBlock, block_key, find_compiled, refuse_without_body
+from eyas.lowering.content_cache import ContentCache
+from eyas.lowering.cpu_kernels import build_libraries
+from eyas.passes.program import Block
+
+
+def default_jobs() -> int:
+    """Compiler processes at a time: one a core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Worker:
+    """One process that compiles, a job at a time."""
+
+    def __init__(self, cache: ContentCache):
+        self._messages = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        command = [sys.executable, "-m", "eyas.lowering.compile_worker", str(cache.root), str(torch.get_num_threads())]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._messages, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def ask(self, job: Mapping[str, object]) -> None:
+        """Has a job done. Raises ``RuntimeError`` where it fails, or the process ends."""
+        try:
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            line = ""
+        if not line:
+            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}: {self._last_words()}")
+        if error := json.loads(line).get("error"):
+            raise RuntimeError(error)
+
+    def _last_words(self) -> str:
+        self._messages.seek(0)
+        lines = self._messages.read().strip().splitlines()
+        return lines[-1] if lines else "it said nothing; is there enough memory? --jobs 1 takes less"
+
+    def close(self) -> None:
+        """Ends the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        self._process.communicate()
+        self._messages.close()
+
+
+class CompilePool:
+    """``jobs`` processes that share a cache. To be closed, or used in a ``with``: the processes end with it."""
+
+    def __init__(self, cache: ContentCache, jobs: int):
+        self.cache = cache
+        self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._workers = [Worker(cache) for _ in range(jobs)]
+        for worker in self._workers:
+            self._free.put(worker)
+        self._threads = ThreadPoolExecutor(jobs)
+        self._libraries = self._submit({"do": "libraries"})
+
+    def __enter__(self) -> "CompilePool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _submit(self, job: Mapping[str, object]) -> Future:
+        def do() -> None:
+            worker = self._free.get()
+            try:
+                worker.ask(job)
+            finally:
+                self._free.put(worker)
+
+        return self._threads.submit(do)
+
+    def compile(
+        self, blocks: Mapping[str, Block], host: str, done: Callable[[int], None] = lambda left: None
+    ) -> dict[str, CompiledBlock]:
+        """Native code of every block, the largest ones first; ``done`` is told how many are left. Raises
+        ``RuntimeError`` for one that cannot be compiled.
+        """
+        for block in blocks.values():
+            refuse_without_body(block.program)
+        self._libraries.result()
+        libraries = build_libraries(self.cache)
+        keys = {name: block_key(block, host, libraries) for name, block in blocks.items()}
+        found = {name: find_compiled(self.cache, key) for name, key in keys.items()}
+        waiting = sorted((n for n, one in found.items() if one is None), key=lambda n: -blocks[n].size)
+        with tempfile.TemporaryDirectory(prefix="eyas-") as folder:
+            futures = {}
+            for name in waiting:
+                block, path = blocks[name], Path(folder) / f"{name}.pt2"
+                torch.export.save(block.program, path)
+                futures[name] = self._submit({
+                    "do": "block", "program": str(path), "key": block.key, "n_constants": block.n_constants,
+                    "n_written": block.n_written, "size": block.size, "host": host,
+                })  # fmt: skip
+            for left, (name, future) in enumerate(futures.items()):
+                done(len(futures) - left)
+                future.result()
+                found[name] = find_compiled(self.cache, keys[name], cached=False)
+                if found[name] is None:
+                    raise RuntimeError(f"block {name} was compiled, but as another one than was asked for")
+        return found

@@ -1,0 +1,44 @@
+"""A process that compiles blocks: reads a job a line from its input, answers each with a line.
+
+``python -m eyas.lowering.compile_worker CACHE THREADS``; ``eyas.lowering.compile_pool`` talks to it.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    cache_root, threads = Path(sys.argv[1]), int(sys.argv[2])
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # what a compiler prints is no answer
+        import torch
+        import torch._inductor.compile_fx  # seconds of work that need not wait for a job
+
+        import eyas.kernels  # noqa: F401
+        from eyas.lowering.aoti_cpu import compile_block
+        from eyas.lowering.content_cache import ContentCache
+        from eyas.lowering.cpu_kernels import build_libraries
+        from eyas.passes.program import Block
+
+        torch.set_num_threads(threads)  # the compiler writes code for as many as there are
+        cache = ContentCache(cache_root)
+        for line in sys.stdin:
+            job = json.loads(line)
+            try:
+                if job["do"] == "libraries":
+                    build_libraries(cache)
+                else:
+                    program = torch.export.load(job["program"])
+                    block = Block(job["key"], program, job["n_constants"], job["n_written"], job["size"])
+                    compile_block(block, cache, job["host"])
+                answer = {}
+            except Exception as error:  # noqa: BLE001  whatever it is, the one who asked must be told
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
