@@ -7,11 +7,11 @@ nothing of a model passes through ExecuTorch's own copies of the graph.
 from collections.abc import Mapping
 from pathlib import Path
 
-import sympy
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
+from eyas.kernels.block import Shapes
 from eyas.lowering.chains import Chain
 
 
@@ -21,35 +21,12 @@ def compiled_block(call: str, inputs: list[Tensor]) -> list[Tensor]:
     raise RuntimeError(f"{call!r} is a stub; it runs only as part of a program")
 
 
-_shapes: dict[str, "Shapes"] = {}
+_shapes: dict[str, Shapes] = {}
 
 
 @compiled_block.register_fake
 def _(call: str, inputs: list[Tensor]) -> list[Tensor]:
     return _shapes[call].like(inputs)
-
-
-class Shapes:
-    """Shapes of a call's results in terms of its inputs' dynamic sizes."""
-
-    def __init__(self, inputs: list[Tensor], outputs: list[Tensor]):
-        self.sources: dict[sympy.Symbol, tuple[int, int]] = {}
-        for i, value in enumerate(inputs):
-            for d, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                    self.sources.setdefault(size.node.expr, (i, d))
-        self.outputs = [([getattr(getattr(d, "node", None), "expr", d) for d in v.shape], v.dtype) for v in outputs]
-
-    def like(self, inputs: list[Tensor]) -> list[Tensor]:
-        sizes = {symbol: inputs[i].shape[d] for symbol, (i, d) in self.sources.items()}
-
-        def size(expression: object) -> int | torch.SymInt:
-            if isinstance(expression, int):
-                return expression
-            symbols = sorted(expression.free_symbols, key=str)
-            return sympy.lambdify(symbols, expression)(*(sizes[symbol] for symbol in symbols))
-
-        return [torch.empty([size(d) for d in shape], dtype=dtype) for shape, dtype in self.outputs]
 
 
 class Stub(torch.nn.Module):

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -172,14 +174,15 @@ class Lowering:
     def run(self) -> Report:
         check_free(self.request.out)
         self.read_checkpoints()
-        self.load_model()
         with making(self.request.out) as folder:
+            converting = Aside(
+                make_tokenizer_json, self.checkpoint.tokenizer, folder / TOKENIZER, self.cache.root / "tokenizers",
+                vocab_size=self.checkpoint.config.vocab_size, bos_id=self.checkpoint.bos_id,
+            )  # fmt: skip
+            self.load_model()
             plan = self.write_program(folder)
             with self.stage("tokenizer"):
-                tokenizer = make_tokenizer_json(
-                    self.checkpoint.tokenizer, folder / TOKENIZER, self.cache.root / "tokenizers",
-                    vocab_size=self.checkpoint.config.vocab_size, bos_id=self.checkpoint.bos_id,
-                )  # fmt: skip
+                tokenizer = converting.result()
             with self.stage("manifest"):
                 manifest = self.manifest(plan, tokenizer, folder)
                 (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -378,6 +381,25 @@ class Lowering:
                 "chat_template": checkpoint.chat_template,
             },
         }
+
+
+class Aside:
+    """A call that runs beside others: one that mostly waits for a process of its own."""
+
+    def __init__(self, function: Callable, *args, **kwargs):
+        self._done: Future = Future()
+
+        def run() -> None:
+            try:
+                self._done.set_result(function(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  whoever asks for the result must see it
+                self._done.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()  # it does not keep a failed lowering waiting
+
+    def result(self) -> object:
+        """What the call returned or raised, once it has."""
+        return self._done.result()
 
 
 def check_free(out: Path) -> None:

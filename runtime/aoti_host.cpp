@@ -12,6 +12,8 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -234,6 +236,32 @@ AOTITorchError aoti_torch_get_device_type(AtenTensorHandle, int32_t* out) {
 AOTITorchError aoti_torch_get_device_index(AtenTensorHandle, int32_t* out) {
   *out = 0;
   return AOTI_TORCH_SUCCESS;
+}
+
+// One call of a chain of compiled blocks. Values are numbered; `inputs` names those that the call takes: v for a value
+// that is kept, ~v for one whose handle is given away. Its results become the values from `first_output` on.
+struct ChainCall {
+  int32_t (*run)(void* container, AtenTensorHandle*, size_t, AtenTensorHandle*, size_t, void* stream, void* proxy);
+  void* container;
+  const int64_t* inputs;
+  int64_t n_inputs, first_output, n_outputs;
+};
+
+// Runs a chain over the handles of its values. Returns 0, or the number (from 1) of the call that failed.
+int64_t eyas_run_chain(const ChainCall* calls, int64_t n_calls, AtenTensorHandle* values) {
+  std::vector<AtenTensorHandle> inputs;
+  for (int64_t i = 0; i < n_calls; i++) {
+    const ChainCall& call = calls[i];
+    inputs.resize(call.n_inputs);
+    for (int64_t k = 0; k < call.n_inputs; k++) {
+      const int64_t v = call.inputs[k];
+      inputs[k] = v < 0 ? std::exchange(values[~v], nullptr) : new AtenTensorOpaque(*values[v]);
+    }
+    if (call.run(call.container, inputs.data(), call.n_inputs, values + call.first_output, call.n_outputs, nullptr, nullptr)) {
+      return i + 1;
+    }
+  }
+  return 0;
 }
 
 } // extern "C"

@@ -232,7 +232,7 @@ class Program:
                 ranges = manifest["methods"][name]
                 self.methods[name] = Method(
                     spec, (ranges["min_rows"], ranges["max_rows"]), self.host,
-                    Chain(len(spec.inputs), steps, [numbers[value] for value in spec.output_values]),
+                    Chain(self.host, len(spec.inputs), steps, [numbers[value] for value in spec.output_values]),
                     int(self.constants["get_max_seq_len"]), int(self.constants["get_vocab_size"]),
                 )  # fmt: skip
 

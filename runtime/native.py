@@ -44,6 +44,9 @@ class Host:
             function = getattr(library, "aoti_torch_" + name)
             function.argtypes, function.restype, function.errcheck = arguments, c_int32, _check
             setattr(self, name, function)
+        self.run_chain = getattr(library, "eyas_run_chain", None)  # the small host's alone
+        if self.run_chain is not None:
+            self.run_chain.argtypes, self.run_chain.restype = [c_void_p, c_int64, POINTER(c_void_p)], c_int64
 
     @classmethod
     @cache
@@ -214,17 +217,25 @@ class Container:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """One call; the outputs are new memory."""
-        handles = [tensor.new_handle().value for tensor in inputs]
+        handles = (c_void_p * len(inputs))(*(tensor.new_handle() for tensor in inputs))
         return [Tensor(self.host, handle) for handle in self.run_handles(handles)]
 
-    def run_handles(self, handles: Sequence[int]) -> Sequence[int]:
+    def run_handles(self, handles: ctypes.Array) -> ctypes.Array:
         """One call, which takes its input handles over; the outputs' are the caller's."""
         outputs = (c_void_p * self.n_outputs)()
-        count = len(handles)
-        self._RunSingleThreaded(
-            self._handle, (c_void_p * count)(*handles), count, outputs, self.n_outputs, None, None
-        )  # fmt: skip
+        self._RunSingleThreaded(self._handle, handles, len(handles), outputs, self.n_outputs, None, None)
         return outputs
+
+    @property
+    def entry(self) -> tuple[int, int]:
+        """Addresses of the function that runs it and of what that function takes first."""
+        return ctypes.cast(self._RunSingleThreaded, c_void_p).value, self._handle.value
+
+    def last_error(self) -> str:
+        """What the library says of the latest failure."""
+        text = c_char_p()
+        self._lib.AOTInductorGetLastError(byref(text))
+        return (text.value or b"no detail").decode(errors="replace").strip()
 
     def _text(self, function, index: int) -> str:
         text = c_char_p()
@@ -233,10 +244,7 @@ class Container:
 
     def _check(self, result: int, function, arguments) -> int:
         if result != 0:
-            text = c_char_p()
-            self._lib.AOTInductorGetLastError(byref(text))
-            detail = (text.value or b"no detail").decode(errors="replace").strip()
-            raise RuntimeError(f"{function.__name__} failed: {detail}")
+            raise RuntimeError(f"{function.__name__} failed: {self.last_error()}")
         return result
 
     def __del__(self):
@@ -256,62 +264,78 @@ class Chain:
     """Compiled blocks that make up a method, called in order.
 
     Values are numbered: first the method's ``n_inputs``, then what each call gives, in order; ``outputs`` are the
-    method's results. A value that no later call reads is given away or let go, so little is alive at a time.
+    method's results. A call takes its inputs' handles over: those of values that nobody reads later are given away,
+    others get a handle more.
     """
 
-    def __init__(self, n_inputs: int, calls: Sequence[Call], outputs: Sequence[int]):
-        self.outputs = tuple(outputs)
-        self._n_inputs = n_inputs
-        starts, total = [], n_inputs
-        for call in calls:
-            starts.append(total)
-            total += call.container.n_outputs
-        kept, last = set(self.outputs), {}
+    def __init__(self, host: Host, n_inputs: int, calls: Sequence[Call], outputs: Sequence[int]):
+        self._host, self._n_inputs, self._outputs = host, n_inputs, tuple(outputs)
+        last = {value: (i, k) for i, call in enumerate(calls) for k, value in enumerate(call.inputs)}
+        kept, self._size = set(outputs), n_inputs
+        self._steps: list[tuple[Container, list[tuple[int, bool]]]] = []
+        self._calls, self._numbers = (_ChainCall * len(calls))(), []
         for i, call in enumerate(calls):
-            last |= dict.fromkeys(call.inputs, i)
-        self._steps = []
-        for i, (call, start) in enumerate(zip(calls, starts)):
-            moves = [  # an own value's last reader takes it over; others get a handle of their own
-                v >= n_inputs and last[v] == i and v not in kept and v not in call.inputs[k + 1 :]
-                for k, v in enumerate(call.inputs)
-            ]
-            made = range(start, start + call.container.n_outputs)
-            unread = [v for v in made if v not in last and v not in kept]
-            self._steps.append((call.container, list(zip(call.inputs, moves)), unread))
+            given = [(v, v >= n_inputs and v not in kept and last[v] == (i, k)) for k, v in enumerate(call.inputs)]
+            self._steps.append((call.container, given))
+            numbers = (c_int64 * len(given))(*(~v if moves else v for v, moves in given))
+            n_outputs = call.container.n_outputs
+            self._numbers.append(numbers)
+            self._calls[i] = _ChainCall(*call.container.entry, numbers, len(given), self._size, n_outputs)
+            self._size += n_outputs
 
     @property
     def n_calls(self) -> int:
         return len(self._steps)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """One call of the method; the outputs are new memory, or share an input's."""
-        host = inputs[0].host
-        values: list[int | None] = [tensor.handle for tensor in inputs]
-        fresh, new_handle = c_void_p(), host.new_tensor_handle
-        into = byref(fresh)
+        """One call of the method; the outputs are new memory, or share an input's. Raises ``RuntimeError`` with what
+        the call that failed says.
+        """
+        values = (c_void_p * self._size)(*(tensor.handle for tensor in inputs))
         try:
-            for container, sources, unread in self._steps:
-                handles = []
-                for value, moves in sources:
-                    if moves:
-                        handles.append(values[value])
-                        values[value] = None
-                    else:
-                        new_handle(values[value], into)
-                        handles.append(fresh.value)
-                values += container.run_handles(handles)
-                for value in unread:
-                    host.delete_tensor_object(values[value])
-                    values[value] = None
-            results = []
-            for value in self.outputs:
-                new_handle(values[value], into)
-                results.append(Tensor(host, fresh.value))
-            return results
+            if self._host.run_chain is None:
+                self._run_steps(values)
+            elif failed := self._host.run_chain(self._calls, len(self._steps), values):
+                container, _ = self._steps[failed - 1]
+                raise RuntimeError(f"call {failed} of {len(self._steps)} failed: {container.last_error()}")
+            return [self._result(values, i) for i in range(len(self._outputs))]
         finally:
             for handle in values[self._n_inputs :]:
                 if handle is not None:
-                    host.delete_tensor_object(handle)
+                    self._host.delete_tensor_object(handle)
+
+    def _run_steps(self, values: ctypes.Array) -> None:
+        """What the small host does in native code: the calls, over the handles of all values."""
+        at, fresh = self._n_inputs, c_void_p()
+        for container, given in self._steps:
+            handles = (c_void_p * len(given))()
+            for k, (value, moves) in enumerate(given):
+                if moves:
+                    handles[k], values[value] = values[value], None
+                else:
+                    self._host.new_tensor_handle(values[value], byref(fresh))
+                    handles[k] = fresh
+            for handle in container.run_handles(handles):
+                values[at] = handle
+                at += 1
+
+    def _result(self, values: ctypes.Array, index: int) -> Tensor:
+        value = self._outputs[index]
+        if value >= self._n_inputs and value not in self._outputs[index + 1 :]:
+            handle, values[value] = values[value], None
+            return Tensor(self._host, handle)
+        fresh = c_void_p()
+        self._host.new_tensor_handle(values[value], byref(fresh))
+        return Tensor(self._host, fresh.value)
+
+
+class _ChainCall(ctypes.Structure):
+    """``ChainCall`` of ``aoti_host.cpp``."""
+
+    _fields_ = [
+        ("run", c_void_p), ("container", c_void_p), ("inputs", POINTER(c_int64)), ("n_inputs", c_int64),
+        ("first_output", c_int64), ("n_outputs", c_int64),
+    ]  # fmt: skip
 
 
 class _Pair(ctypes.Structure):
