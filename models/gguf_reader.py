@@ -6,6 +6,8 @@ norm factors include the one, Gemma 4's are the factors themselves, the embeddin
 the base of the sliding layers' rotary positions (10000).
 """
 
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 from eyas.models.gemma import GemmaConfig, GemmaLayer
 from eyas.models.layers import RopeSpec
 
+JOINED_ROWS = 16  # the library takes few rows at a time, whatever their length
 LARGE_ARRAY = 4096  # elements; longer metadata arrays (the vocabulary) are kept as one block
 SLIDING_ROPE_THETA = 10000.0
 LAYERS_PER_GLOBAL = 6
@@ -70,9 +73,9 @@ class Reader(gguf.GGUFReader):
     def _array_bytes(self, start: int, item: gguf.GGUFValueType, count: int) -> int:
         if item != gguf.GGUFValueType.STRING:
             return count * np.dtype(self.gguf_scalar_to_np[item]).itemsize
-        at = start
+        data, length, at = memoryview(self.data), struct.Struct("<Q"), start
         for _ in range(count):
-            at += 8 + int.from_bytes(self.data[at : at + 8].tobytes(), "little")
+            at += 8 + length.unpack_from(data, at)[0]
         return at - start
 
 
@@ -88,10 +91,11 @@ class GGUFTensor:
         return tuple(int(d) for d in reversed(self.tensor.shape))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        data = self.tensor.data[start:stop]
-        return torch.from_numpy(
-            gguf.quants.dequantize(data, self.tensor.tensor_type).astype(np.float32, copy=False).copy()
-        )
+        data = self.tensor.data[start:stop].view(np.ndarray)  # slices of a mapped array are slow to make
+        joined = math.gcd(len(data), JOINED_ROWS) if data.ndim == 2 else 1
+        flat = data.reshape(len(data) // joined, -1) if joined > 1 else data  # blocks do not know of rows
+        values = gguf.quants.dequantize(flat, self.tensor.tensor_type).astype(np.float32, copy=False)
+        return torch.from_numpy(values.reshape(*data.shape[:-1], -1).copy())
 
 
 class Metadata:
@@ -123,7 +127,7 @@ def open_reader(path: Path) -> Reader:
         return Reader(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"no GGUF file at {path}") from None
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, struct.error) as error:
         raise ValueError(f"{path} is not a readable GGUF file ({error}); is it complete?") from error
 
 
