@@ -105,6 +105,17 @@ def compile_block(block: Block, cache: ContentCache, host: str = "eyas") -> Comp
     return find_compiled(cache, key, cached=False)
 
 
+def prepare(cache: ContentCache) -> None:
+    """Has the libraries built, and the compiler make what it makes once: precompiled headers, which take it longer than
+    a block does.
+    """
+    libraries = build_libraries(cache)
+    with torch.no_grad():
+        smallest = torch.export.export(torch.nn.Softplus(), (torch.zeros(16, 16),))
+    with inductor_environment(cache, libraries), tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
+        run_inductor(smallest, HOSTS[0], libraries, Path(scratch))
+
+
 def as_method(block: Block) -> ExportedProgram:
     """A block as a program that holds its constants, so that they are compiled as such: fake tensors, by the names of
     the block's inputs.

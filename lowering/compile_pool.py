@@ -16,7 +16,7 @@ import torch
 
 from eyas.lowering.aoti_cpu import CompiledBlock, block_key, find_compiled, refuse_without_body
 from eyas.lowering.content_cache import ContentCache
-from eyas.lowering.cpu_kernels import build_libraries
+from eyas.lowering.cpu_kernels import are_built, build_libraries
 from eyas.passes.program import Block
 
 
@@ -62,16 +62,20 @@ class Worker:
 
 
 class CompilePool:
-    """``jobs`` processes that share a cache. To be closed, or used in a ``with``: the processes end with it."""
+    """Up to ``jobs`` processes that share a cache, for use in a ``with``: they end with it.
+
+    They start when there is something to compile, or at once where the cache knows nothing of this machine: then
+    libraries and headers are made ready meanwhile.
+    """
 
     def __init__(self, cache: ContentCache, jobs: int):
         self.cache = cache
         self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        self._workers = [Worker(cache) for _ in range(jobs)]
-        for worker in self._workers:
-            self._free.put(worker)
+        self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(jobs)
-        self._libraries = self._submit({"do": "libraries"})
+        self._ready: list[Future] = []
+        if not are_built(cache):
+            self._ready = [self._submit({"do": "prepare" if i == 0 else "start"}) for i in range(jobs)]
 
     def __enter__(self) -> "CompilePool":
         return self
@@ -83,7 +87,11 @@ class CompilePool:
 
     def _submit(self, job: Mapping[str, object]) -> Future:
         def do() -> None:
-            worker = self._free.get()
+            try:
+                worker = self._free.get_nowait()
+            except queue.Empty:
+                worker = Worker(self.cache)
+                self._workers.append(worker)
             try:
                 worker.ask(job)
             finally:
@@ -99,7 +107,8 @@ class CompilePool:
         """
         for block in blocks.values():
             refuse_without_body(block.program)
-        self._libraries.result()
+        for future in self._ready:
+            future.result()
         libraries = build_libraries(self.cache)
         keys = {name: block_key(block, host, libraries) for name, block in blocks.items()}
         found = {name: find_compiled(self.cache, key) for name, key in keys.items()}

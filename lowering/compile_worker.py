@@ -17,9 +17,8 @@ def main() -> int:
         import torch._inductor.compile_fx  # seconds of work that need not wait for a job
 
         import eyas.kernels  # noqa: F401
-        from eyas.lowering.aoti_cpu import compile_block
+        from eyas.lowering.aoti_cpu import compile_block, prepare
         from eyas.lowering.content_cache import ContentCache
-        from eyas.lowering.cpu_kernels import build_libraries
         from eyas.passes.program import Block
 
         torch.set_num_threads(threads)  # the compiler writes code for as many as there are
@@ -27,9 +26,9 @@ def main() -> int:
         for line in sys.stdin:
             job = json.loads(line)
             try:
-                if job["do"] == "libraries":
-                    build_libraries(cache)
-                else:
+                if job["do"] == "prepare":
+                    prepare(cache)
+                elif job["do"] == "block":
                     program = torch.export.load(job["program"])
                     block = Block(job["key"], program, job["n_constants"], job["n_written"], job["size"])
                     compile_block(block, cache, job["host"])

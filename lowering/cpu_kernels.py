@@ -12,6 +12,7 @@ import eyas.runtime.native
 from eyas.lowering.content_cache import ContentCache, key_of
 from eyas.lowering.environment import machine
 
+KIND = "cpu_kernels"  # of the cache's entries
 LIBRARY = "eyas_cpu"  # the operators, linked into each method
 HOST_PREFIX = "eyas_host_"
 KERNELS = "eyas_cpu_kernels.so"  # the same as a library of its own, for tests and timings
@@ -51,19 +52,29 @@ class KernelLibraries:
         return self.folder / KERNELS
 
 
-def build_libraries(cache: ContentCache) -> KernelLibraries:
-    """The libraries for this machine, built on first use. Raises ``RuntimeError`` where the compiler fails."""
-    cxx = compiler()
+def libraries_key(cxx: str) -> str:
+    """The hash of what the libraries are built from, and by."""
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
     sources = [HOST_SOURCE, *sorted(SOURCES.iterdir())]
     built_by = Path(__file__).read_text()
-    key = key_of(version, torch.__version__, machine(), built_by, *(p.read_text() for p in sources))
+    return key_of(version, torch.__version__, machine(), built_by, *(p.read_text() for p in sources))
+
+
+def are_built(cache: ContentCache) -> bool:
+    """Whether the cache has the libraries for this machine."""
+    return cache.get(KIND, libraries_key(compiler())) is not None
+
+
+def build_libraries(cache: ContentCache) -> KernelLibraries:
+    """The libraries for this machine, built on first use. Raises ``RuntimeError`` where the compiler fails."""
+    cxx = compiler()
+    key = libraries_key(cxx)
     host_name = f"lib{HOST_PREFIX}{key[:12]}.so"
 
     def fill(folder: Path) -> None:
         include = Path(torch.__file__).parent / "include"
         objects = {}
-        for source in sources:
+        for source in (HOST_SOURCE, *SOURCES.iterdir()):
             if source.suffix == ".cpp":
                 objects[source.stem] = str(folder / (source.stem + ".o"))
                 run([cxx, *FLAGS, f"-I{include}", "-c", str(source), "-o", objects[source.stem]])
@@ -75,7 +86,7 @@ def build_libraries(cache: ContentCache) -> KernelLibraries:
         for target in (host, *objects.values()):
             Path(target).unlink()
 
-    folder, _ = cache.get_or_put("cpu_kernels", key, fill)
+    folder, _ = cache.get_or_put(KIND, key, fill)
     return KernelLibraries(folder, folder / host_name)
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyas.lowering.aoti_cpu import HOSTS, CompiledBlock, release_constants
+from eyas.lowering.aoti_cpu import HOSTS, CompiledBlock, refuse_strided_constants, release_constants
 from eyas.lowering.chains import BLOCK, chain_of
 from eyas.lowering.compile_pool import CompilePool, default_jobs
 from eyas.lowering.content_cache import ContentCache, default_root, file_sha256, key_of
@@ -275,6 +275,8 @@ class Lowering:
         for line in (*record_lines(self.report.passes), *plan_lines(program.sharing)):
             self.progress.note(line)
         self.progress.note(f"program {program_hash(program)} after the passes")
+        for ep in program.methods.values():
+            refuse_strided_constants(ep)
         names = tuple(name for name, buffer in program.sharing.items() if buffer.readers or buffer.writers)
         sharing = [buffer_json(program.sharing[name]) for name in names]
         derived = {name: program.derived[name] for name in names if name in program.derived}

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import sympy
 import torch
+from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from eyas.lowering.trace_once import export_once
 from eyas.models.speculator import Eagle3Speculator
 from eyas.passes.program import remove_unused_constants
 
@@ -94,7 +96,7 @@ def trace(speculator: Eagle3Speculator, method: str, max_rows: int) -> ExportedP
             return torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
 
     try:
-        ep = export()
+        ep = trace_shared(module, args, shapes, M) or export()
     except FAILURES as error:
         raise TraceError(explain(export, method, error)) from error
     check_ranges(ep, method, max_rows, upper, export)
@@ -103,6 +105,19 @@ def trace(speculator: Eagle3Speculator, method: str, max_rows: int) -> ExportedP
     remove_unused_constants(ep)  # the tracer lifts all of the module's, whatever the method reads
     ep.graph_module.recompile()
     return ep
+
+
+def trace_shared(
+    module: torch.nn.Module, args: tuple[Tensor, ...], shapes: tuple[dict, ...], rows: Dim | None
+) -> ExportedProgram | None:
+    """The method with its equal parts traced once; None where there are none, or one cannot be traced by itself."""
+    if rows is None:
+        return None
+    try:
+        with torch.no_grad():
+            return export_once(module, args, shapes, rows)
+    except FAILURES:
+        return None  # if the whole cannot be traced either, that says why
 
 
 def check_ranges(ep: ExportedProgram, method: str, max_rows: int, upper: int, export) -> None:

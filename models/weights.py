@@ -55,6 +55,7 @@ class Weight(nn.Module):
 
     format: str
     error: float = 0.0
+    untraced = ("error",)  # a fact, not a part of what is computed: equal weights may differ in it
 
     def __init__(self, out_features: int, in_features: int, bias: Tensor | None = None):
         super().__init__()

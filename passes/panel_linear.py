@@ -24,6 +24,7 @@ from eyas.passes.program import (
     remove_unused_constants,
     replace_node,
 )
+from eyas.passes.types import Types
 
 aten, eyas = torch.ops.aten, torch.ops.eyas
 
@@ -60,6 +61,7 @@ class PanelLinear(Pass):
         nodes = {method: constant_nodes(ep) for method, ep in program.methods.items()}
         written = {name: method for method, ep in program.methods.items() for name in mutated_buffers(ep)}
         values = program.constants()
+        types: dict[str, Types] = defaultdict(Types)
         groups, outcome.refusals = tables(program)
         for weight, group in groups.items():
             if not any(use.form.product for use in group):
@@ -70,7 +72,7 @@ class PanelLinear(Pass):
                 outcome.refusals += [Refusal(use.method, source_line(use.node), reason) for use, reason in reasons]
                 continue
             for use in group:
-                use.rewrite(program, nodes[use.method], values)
+                use.rewrite(program, nodes[use.method], values, types[use.method])
                 outcome.rewrites += 1
             for method, ep in program.methods.items():  # at once: no weight stays in memory beside its panels
                 old = {name for use in group if use.method == method for name in use.tensors.values()}
@@ -102,9 +104,9 @@ class Use:
                 return f"its input {list(x.shape)} has more than one symbolic dimension"
         return panel_linear.supports(value.dtype)
 
-    def rewrite(self, program: Program, nodes: dict[str, Node], values: dict[str, Tensor]) -> None:
+    def rewrite(self, program: Program, nodes: dict[str, Node], values: dict[str, Tensor], types: Types) -> None:
         """Puts the panel kernel in the node's place. ``nodes``: placeholders of the method's constants; ``values``: of
-        the program's. Both gain the packed constants.
+        the program's. Both gain the packed constants. ``types``: the method's.
         """
         graph, node = self.ep.graph, self.node
         old, new = {role: nodes[name] for role, name in self.tensors.items()}, []
@@ -121,8 +123,7 @@ class Use:
             def emit(target: Callable, *args) -> Node:
                 made = graph.call_function(target, args)
                 made.meta = {k: v for k, v in node.meta.items() if k != "val"}
-                with mode:
-                    made.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+                made.meta["val"] = types.result(target, args, {}, mode)
                 return made
 
             result = self.form.emit(emit, node, new, old["weight"].meta["val"].shape)

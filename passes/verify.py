@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from eyas.passes.base import source_line
 from eyas.passes.printer import Symbols, value_type
 from eyas.passes.program import Program, constant_specs, mutated_buffers, storage_root, written_roots
+from eyas.passes.types import Types, fake_mode
 
 
 class VerifyError(RuntimeError):
@@ -99,6 +100,7 @@ def verify(program: Program, before: Snapshot) -> None:
 def check_types(method: str, ep: ExportedProgram, calls: Mapping[Node, tuple]) -> None:
     """Runs the nodes that changed on fake tensors, and compares the types with those that are recorded."""
     changed: set[Node] = set()
+    types = Types()
     for node in ep.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -116,7 +118,7 @@ def check_types(method: str, ep: ExportedProgram, calls: Mapping[Node, tuple]) -
             changed.add(node)
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        made, want = (value_type(value, Symbols()) for value in (propagate(node, where), recorded))
+        made, want = (value_type(value, Symbols()) for value in (propagate(node, where, types), recorded))
         if made != want:
             raise VerifyError(f"{where} makes {made}, but {want} is recorded for it")
 
@@ -126,16 +128,12 @@ def has_result(node: Node) -> bool:
     return schema is None or bool(schema.returns)
 
 
-def propagate(node: Node, where: str) -> object:
+def propagate(node: Node, where: str, types: Types) -> object:
     """What an operator makes of its arguments' recorded types."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    modes = [leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch._subclasses.FakeTensor)]
-    own = node.meta.get("val")
-    modes += [own.fake_mode] if isinstance(own, torch._subclasses.FakeTensor) else []
-    if not modes:
-        return own
+    mode = fake_mode(node)
+    if mode is None:
+        return node.meta.get("val")
     try:
-        with modes[0], torch.no_grad():
-            return node.target(*args, **kwargs)
+        return types.result(node.target, node.args, node.kwargs, mode)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise VerifyError(f"{where} cannot be called on the types of its arguments: {error}") from error

@@ -1,6 +1,7 @@
-"""One method at a time: what cannot be compiled is named, native code holds no weights, and what it needs is there."""
+"""One block at a time: what cannot be compiled is named, native code holds no weights, and what it needs is there."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -20,17 +21,22 @@ from eyas.kernels import CPU_OPERATORS
 from eyas.kernels.panel_linear import pack_panels
 from eyas.lowering import aoti_cpu, cpu_kernels
 from eyas.lowering.aoti_cpu import (
-    CompiledMethod,
-    compile_method,
+    CompiledBlock,
+    compile_block,
     fake_constants_allowed,
+    refuse_strided_constants,
     refuse_without_body,
     release_constants,
 )
+from eyas.lowering.chains import chain_of
+from eyas.lowering.compile_pool import CompilePool
 from eyas.lowering.content_cache import ContentCache
 from eyas.lowering.cpu_kernels import build_libraries, c_shims, defined_symbols, undefined_symbols
 from eyas.lowering.lower import Lowering, Request
-from eyas.passes.program import Program
+from eyas.passes.outline_blocks import OutlineBlocks
+from eyas.passes.program import Block, Program
 from eyas.runtime.native import Container, Host, Tensor
+from eyas.runtime.payload import name_of
 
 LIBRARY = torch.library.Library("eyas_test", "DEF")
 LIBRARY.define("double(Tensor x) -> Tensor")
@@ -61,6 +67,18 @@ def method(function: Callable = step, **constants: torch.Tensor) -> ExportedProg
     return export(Function(function, **constants), X, POSITIONS)
 
 
+def program(function: Callable = step, **constants: torch.Tensor) -> Program:
+    """A program of one method, which is one block."""
+    made = Program({"forward": method(function, **constants)})
+    OutlineBlocks(unrolled=True).run(made)
+    return made
+
+
+def block(function: Callable = step, **constants: torch.Tensor) -> Block:
+    (only,) = program(function, **constants).blocks.values()
+    return only
+
+
 @pytest.fixture(scope="module")
 def shared(cache) -> ContentCache:
     return ContentCache(cache)
@@ -76,10 +94,8 @@ def own(shared, tmp_path) -> ContentCache:
 
 
 @pytest.fixture(scope="module")
-def compiled(shared) -> CompiledMethod:
-    ep = method(**tensors())
-    release_constants(ep)
-    return compile_method(ep, shared)
+def compiled(shared) -> CompiledBlock:
+    return compile_block(block(**tensors()), shared)
 
 
 @pytest.fixture
@@ -92,10 +108,11 @@ def no_compiler(monkeypatch) -> None:
     monkeypatch.setattr(aoti_cpu, "run_inductor", run_inductor)
 
 
-def run(made: CompiledMethod, host: Host, constants: Mapping[str, torch.Tensor], *inputs: torch.Tensor) -> list:
+def run(made: CompiledBlock, source: Program, host: Host, constants: Mapping[str, torch.Tensor], *inputs) -> list:
     """The results of one call. ``constants`` are used in place."""
+    (step,) = chain_of("forward", source, dict.fromkeys(source.blocks, made)).steps
     container = Container(host, made.code)
-    container.bind({c.name: Tensor.of(host, constants[c.name].numpy()) for c in made.constants})
+    container.bind({c.name: Tensor.of(host, constants[name_of(c.storage_key)].numpy()) for c in step.constants})
     return [out.array for out in container.run([Tensor.of(host, value.numpy()) for value in inputs])]
 
 
@@ -108,7 +125,7 @@ def test_an_operator_that_could_not_run_is_named_with_its_line(shared, no_compil
 
     line = forward.__code__.co_firstlineno + 1
     with pytest.raises(RuntimeError) as caught:
-        compile_method(method(forward), shared)
+        compile_block(block(forward), shared)
     said = str(caught.value)
     assert said.startswith("operator eyas_test.double.default (") and f"{Path(__file__).name}:{line}" in said
     assert "has no C++ body for cpu" in said and "allowed: torch's own and eyas.masked_sdpa.default" in said
@@ -152,9 +169,11 @@ def test_native_code_holds_no_weights(compiled):
 
 
 def test_constants_go_by_their_names(compiled):
-    made = tensors()
-    constants = {c.name: c for c in compiled.constants}
-    assert set(constants) == {"large", "middling", "cache", "panels"}  # the values of a few are in the code
+    made, source = tensors(), program(**tensors())
+    (step,) = chain_of("forward", source, dict.fromkeys(source.blocks, compiled)).steps
+    constants = {name_of(c.storage_key): c for c in step.constants}
+    assert set(constants) == set(made) and {c.name for c in step.constants} == set(compiled.constants)
+    assert constants["cache"].name == "written_0"
     for name, c in constants.items():
         value = made[name]
         assert (c.storage_key, c.nbytes) == (f"cuda_fqn_weight:cpu:{name}", value.nbytes)
@@ -165,12 +184,13 @@ def test_constants_go_by_their_names(compiled):
 @pytest.mark.parametrize("rows", [1, 2, ROWS, 16])
 def test_it_computes_what_the_graph_does(rows, compiled, shared):
     """For every number of rows, with the weights that it is given, which need not be those it was compiled with."""
-    host = Host.load(build_libraries(shared).host)
-    for large in (tensors()["large"], randn(WIDTH, 1 << 14, seed=9)):
-        ours, eager = tensors(large=large), tensors(large=large)
+    host, source = Host.load(build_libraries(shared).host), program(**tensors())
+    others = {"large": randn(WIDTH, 1 << 14, seed=9), "few": torch.tensor([2.0, 0.0, -1.0])}
+    for changes in ({}, others):
+        ours, eager = tensors(**changes), tensors(**changes)
         x, where = randn(rows, WIDTH, seed=rows), torch.arange(rows) + 3
         want, following = method(**eager).module()(x, where)
-        got = run(compiled, host, ours, x, where)
+        got = run(compiled, source, host, ours, x, where)
         np.testing.assert_allclose(got[0], want.numpy(), rtol=1e-4, atol=1e-3)
         np.testing.assert_array_equal(got[1], following.numpy())
         assert torch.equal(ours["cache"][3 : 3 + rows], x) and not ours["cache"][3 + rows :].any()
@@ -178,29 +198,31 @@ def test_it_computes_what_the_graph_does(rows, compiled, shared):
 
 def test_a_constant_that_is_missing(compiled, shared):
     container = Container(Host.load(build_libraries(shared).host), compiled.code)
-    with pytest.raises(ValueError, match="needs constants that the program does not have: cache, large, middling, pan"):
+    with pytest.raises(
+        ValueError, match="needs constants that the program does not have: constant_0, cons"
+    ):
         container.bind({})
 
 
-def test_constants_that_are_not_dense(shared, no_compiler):
+def test_constants_that_are_not_dense():
     """The data file has them all in row-major order, so native code that expects another would read wrong values."""
     turned = tensors(middling=randn(4, 5).T, large=randn(WIDTH, 9), panels=pack_panels(randn(WIDTH, WIDTH)))
     with pytest.raises(RuntimeError, match=r"constant 'middling' has sizes \[5, 4\] and strides \[1, 5\]; only dense"):
-        compile_method(method(**turned), shared)
+        refuse_strided_constants(method(**turned))
+    refuse_strided_constants(method(**tensors()))
 
 
 def test_a_constant_that_the_compiler_made(shared, own, monkeypatch):
     monkeypatch.setattr(torch._inductor, "aot_compile", lambda *args, **options: ["method.so", {"_frozen_param0": 0}])
     with pytest.raises(RuntimeError, match="the compiler made a constant '_frozen_param0' that no buffer of the model"):
-        compile_method(method(**tensors()), own)
-    assert not list(own.root.glob("methods/*"))
+        compile_block(block(**tensors()), own)
+    assert not list(own.root.glob("blocks/*"))
 
 
-def test_releasing_keeps_what_the_code_may_hold():
+def test_releasing_lets_every_value_go():
     ep = method(**tensors())
     release_constants(ep)
-    fake = {name for name, value in ep.state_dict.items() if isinstance(value, FakeTensor)}
-    assert fake == {"large"} and torch.equal(ep.state_dict["few"], tensors()["few"])
+    assert ep.state_dict and all(isinstance(value, FakeTensor) for value in ep.state_dict.values())
     ep = export(torch.nn.Linear(WIDTH, 1 << 10, bias=False), X)
     release_constants(ep)
     assert isinstance(ep.state_dict["weight"], torch.nn.Parameter) and not ep.state_dict["weight"].requires_grad
@@ -217,9 +239,10 @@ SAME = [
     decide(nothing=None),
     decide(large=randn(WIDTH, 1 << 14, seed=7)),
     decide(cache=torch.ones(24, WIDTH)),
+    decide(few=torch.tensor([0.5, 3.0, -2.0])),
 ]
 OTHER = [
-    decide(few=torch.tensor([0.5, 3.0, -2.0])),
+    decide(few=torch.tensor([0.5, 3.0])),
     decide(large=randn(WIDTH, (1 << 14) + 1)),
     decide(cache=torch.zeros(25, WIDTH)),
     decide(function=lambda module, x, positions: step(module, x, positions)[0]),
@@ -229,21 +252,30 @@ OTHER = [
 
 @pytest.mark.parametrize("changes", SAME)
 def test_other_weights_are_compiled_already(changes, compiled, shared, no_compiler):
-    """Released or not."""
     changes = {name: value for name, value in changes.items() if value is not None}
-    for release in (False, True):
-        ep = method(**tensors(**changes))
-        if release:
-            release_constants(ep)
-        again = compile_method(ep, shared)
-        assert again.cached and (again.code, again.constants) == (compiled.code, compiled.constants)
+    again = compile_block(block(**tensors(**changes)), shared)
+    assert again.cached and (again.code, again.constants) == (compiled.code, compiled.constants)
+
+
+def test_other_names_are_compiled_already(compiled, shared, no_compiler):
+    """Another model that has the block elsewhere."""
+
+    def renamed(module, x, positions):
+        module.cache.index_copy_(0, positions, x)
+        scale = (module.big * module.three.sum()).sum(1) + module.middling.sum()
+        linear = torch.ops.eyas.panel_linear(x, module.weight, WIDTH)
+        return module.cache[positions] * scale + linear, positions + 1
+
+    made = tensors()
+    made = {{"large": "big", "few": "three", "panels": "weight"}.get(name, name): t for name, t in made.items()}
+    assert compile_block(block(renamed, **made), shared).code == compiled.code
 
 
 @pytest.mark.parametrize("changes", OTHER)
-def test_another_method_is_not(changes, compiled, shared, no_compiler):
+def test_another_block_is_not(changes, compiled, shared, no_compiler):
     function = changes.pop("function", step)
     with pytest.raises(InterruptedError):
-        compile_method(method(function, **tensors(**changes)), shared)
+        compile_block(block(function, **tensors(**changes)), shared)
 
 
 @pytest.mark.parametrize("what", ["host", "OPTIONS", "versions", "machine"])
@@ -252,7 +284,7 @@ def test_what_else_decides(what, compiled, shared, no_compiler, monkeypatch):
         other = {"other": 1}
         monkeypatch.setattr(aoti_cpu, what, other if what == "OPTIONS" else lambda: other)
     with pytest.raises(InterruptedError):
-        compile_method(method(**tensors()), shared, "torch" if what == "host" else "eyas")
+        compile_block(block(**tensors()), shared, "torch" if what == "host" else "eyas")
 
 
 def test_other_kernels_compile_anew(compiled, shared, no_compiler, monkeypatch, tmp_path):
@@ -260,7 +292,7 @@ def test_other_kernels_compile_anew(compiled, shared, no_compiler, monkeypatch, 
     other = cpu_kernels.KernelLibraries(tmp_path / "0123", libraries.host)
     monkeypatch.setattr(aoti_cpu, "build_libraries", lambda cache: other)
     with pytest.raises(InterruptedError):
-        compile_method(method(**tensors()), shared)
+        compile_block(block(**tensors()), shared)
 
 
 def test_the_kernels_are_built_once(shared, monkeypatch, tmp_path):
@@ -307,18 +339,24 @@ def test_the_environment_is_as_before(own, monkeypatch):
 
     monkeypatch.setattr(aoti_cpu, "run_inductor", run_inductor)
     with pytest.raises(InterruptedError):
-        compile_method(method(**tensors()), own)
+        compile_block(block(**tensors()), own)
     assert [os.environ.get(name) for name in names] == before
-    assert not list(own.root.glob("methods/*"))
+    assert not list(own.root.glob("blocks/*"))
 
 
-def test_compiling_again_gives_the_same_bytes(compiled, shared):
-    libraries = build_libraries(shared)
-    with aoti_cpu.inductor_environment(shared, libraries):
-        code, constants = aoti_cpu.run_inductor(method(**tensors()), "eyas", libraries)
-    raw = code.read_bytes()
-    shutil.rmtree(code.parent)
-    assert raw == compiled.code.read_bytes() and tuple(constants) == compiled.constants
+def test_compiling_again_gives_the_same_bytes(compiled, own):
+    """Also with another cache, at another place: native code names no folder."""
+    again = compile_block(block(**tensors()), own)
+    assert not again.cached and again.code.read_bytes() == compiled.code.read_bytes()
+    assert again.constants == compiled.constants and str(own.root).encode() not in again.code.read_bytes()
+
+
+def test_a_damaged_entry_is_compiled_anew(compiled, own):
+    made = compile_block(block(**tensors()), own)
+    intact = made.code.read_bytes()
+    made.code.write_bytes(intact[:-100])
+    again = compile_block(block(**tensors()), own)
+    assert not again.cached and again.code.read_bytes() == intact
 
 
 # Hosts
@@ -329,36 +367,46 @@ def needs_torch(module, x, positions):
     return (x * module.large[:, 0]).sort(1)[0] + positions[:, None]
 
 
-def test_a_method_that_needs_torch_gets_it(shared):
+def compile_program(source: Program, cache: ContentCache) -> tuple[Lowering, dict[str, CompiledBlock], Path | None]:
+    lowering = Lowering(Request("tiny_gemma3", Path("nowhere"), cache=cache.root), Notes())
+    with CompilePool(cache, 1) as pool:
+        return lowering, *lowering.compile(source, pool)
+
+
+def test_a_block_that_needs_torch_gets_it(shared):
     """Told by name, compiled anew for torch's library, and run with it."""
     constants = {"large": randn(WIDTH, 100)}
-    ep, progress = method(needs_torch, **constants), Notes()
-    small = compile_method(ep, shared)
+    source = program(needs_torch, **constants)
+    (key,) = source.blocks
+    small = compile_block(source.blocks[key], shared)
     assert small.missing and all("sort" in name for name in small.missing)
-    lowering = Lowering(Request("tiny_gemma3", Path("nowhere"), cache=shared.root), progress)
-    made, host = lowering.compile(Program({"first": method(needs_torch, **constants)}))
-    assert host is None and not made["first"].missing and made["first"].code != small.code
-    (note,) = progress.notes
-    assert note.startswith("method first needs torch's aoti_torch_cpu_sort")
+    lowering, made, host = compile_program(source, shared)
+    assert host is None and not made[key].missing and made[key].code != small.code
+    note = lowering.progress.notes[0]
+    assert note.startswith(f"block {key} needs torch's aoti_torch_cpu_sort")
     assert note.endswith("the program will need torch to run")
-    want = ep.module()(X, POSITIONS)
+    want = method(needs_torch, **constants).module()(X, POSITIONS)
     for rows in (slice(None), slice(2, 3)):
-        (got,) = run(made["first"], Host.torch(), constants, X[rows], POSITIONS[rows])
+        (got,) = run(made[key], source, Host.torch(), constants, X[rows], POSITIONS[rows])
         np.testing.assert_allclose(got, want[rows].numpy(), rtol=1e-6)
 
 
-def test_a_method_that_does_not_runs_without(compiled, shared):
+def test_a_block_that_does_not_runs_without(compiled, shared):
     assert compiled.missing == ()
     linked = subprocess.run(["readelf", "-d", compiled.code], capture_output=True, text=True, check=True).stdout
     libraries = build_libraries(shared)
     assert f"[{libraries.host.name}]" in linked and "libtorch" not in linked and "libc10" not in linked
     needed = {name for name in undefined_symbols(compiled.code) if name.startswith("aoti_")}
     assert needed and needed <= defined_symbols(libraries.host)
-    progress = Notes()
-    lowering = Lowering(Request("tiny_gemma3", Path("nowhere"), cache=shared.root), progress)
-    made, host = lowering.compile(Program({"first": method(**tensors()), "second": method(**tensors())}))
-    assert host == libraries.host and set(made) == {"first", "second"} and not progress.notes
-    assert lowering.report.cached == {"first": True, "second": True}
+    source = Program({"first": method(**tensors()), "second": method(**tensors())})
+    OutlineBlocks(unrolled=True).run(source)
+    (key,) = source.blocks
+    lowering, made, host = compile_program(source, shared)
+    assert host == libraries.host and set(made) == {key} and made[key].cached
+    (note,) = lowering.progress.notes
+    assert re.fullmatch(rf"block {key}: \d+ nodes, called 2 times, found in the cache \(\d+\.\d s\)", note)
+    (facts,) = lowering.report.blocks
+    assert (facts["calls"], facts["cached"], facts["bytes"]) == (2, True, compiled.code.stat().st_size)
 
 
 # A workaround
