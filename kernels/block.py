@@ -39,8 +39,8 @@ class Shapes:
         sizes = {symbol: inputs[i].shape[d] for symbol, (i, d) in self.places.items()}
 
         def size(want: int | sympy.Expr) -> int | torch.SymInt:
-            if isinstance(want, int):
-                return want
+            if isinstance(want, int) or want in sizes:
+                return sizes.get(want, want)
             symbols = sorted(want.free_symbols, key=str)
             return sympy.lambdify(symbols, want)(*(sizes[symbol] for symbol in symbols))
 

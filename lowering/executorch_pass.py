@@ -39,6 +39,7 @@ class ExecutorchPass(ExportedProgramPassBase):
         if self.one.must_fire and not self.outcome.rewrites:
             raise PassError(f"pass {self.one} must fire and did not: {nearest(self.outcome.refusals)}")
         exported_program.graph.lint()
+        exported_program.graph_module.recompile()
         return ExportedProgramPassResult(exported_program, self.outcome.rewrites > 0)
 
 

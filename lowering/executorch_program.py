@@ -14,17 +14,13 @@ from torch.export import Dim, ExportedProgram
 from eyas.kernels.block import Shapes
 from eyas.lowering.chains import Chain
 
-
-@torch.library.custom_op("eyas::compiled_block", mutates_args=())
-def compiled_block(call: str, inputs: list[Tensor]) -> list[Tensor]:
-    """Stands for a call of a block that is compiled already; it exists only between a stub and its delegate."""
-    raise RuntimeError(f"{call!r} is a stub; it runs only as part of a program")
-
-
+# Stands for a call of a block that is compiled already; it exists only between a stub and its delegate.
+LIBRARY = torch.library.Library("eyas", "FRAGMENT")
+LIBRARY.define("compiled_block(str call, Tensor[] inputs) -> Tensor[]")
 _shapes: dict[str, Shapes] = {}
 
 
-@compiled_block.register_fake
+@torch.library.register_fake("eyas::compiled_block", lib=LIBRARY)
 def _(call: str, inputs: list[Tensor]) -> list[Tensor]:
     return _shapes[call].like(inputs)
 

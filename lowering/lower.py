@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -264,6 +265,7 @@ class Lowering:
         """
         with CompilePool(self.cache, self.request.jobs or default_jobs()) as pool:
             program, plan = self.rewrite(data)
+            Aside(import_module, "executorch.exir")  # seconds, while others compile
             compiled, host = self.compile(program, pool)
         return self.link(key, program, plan, compiled, host)
 
@@ -340,6 +342,7 @@ class Lowering:
                 )
                 continue
             for key, one in compiled.items():
+                self.report.cached[key] = one.cached
                 self.progress.note(
                     f"block {key}: {program.blocks[key].size} nodes, called {calls[key]} times, "
                     f"{'found in the cache' if one.cached else 'compiled'} ({one.seconds:.1f} s)"

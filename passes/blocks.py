@@ -7,16 +7,22 @@ other values that do not come from the stream may be read anywhere.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import networkx as nx
+import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
-from eyas.passes.printer import Symbols, argument, target, type_of
-from eyas.passes.program import constant_nodes, schema_arguments, storage_root, viewed, written_roots
+from eyas.kernels.block import expression
+from eyas.passes.printer import Symbols, argument, size_text, target, value_type
+from eyas.passes.program import constant_nodes, may_write, schema_arguments, storage_root, viewed, written_roots
+
+aten = torch.ops.aten
 
 
 class Uncut(ValueError):
@@ -28,8 +34,16 @@ def is_number(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def reads_values(number: Node) -> bool:
+    """Whether a number is taken from the values of a tensor, not from its shape."""
+    shape = getattr(number.target, "overloadpacket", None) in (aten.sym_size, aten.sym_numel, aten.sym_stride)
+    return not shape and any(not is_number(source) for source in number.all_input_nodes)
+
+
 def is_written(node: Node, index_of: Node) -> bool:
     """Whether ``node`` writes its argument ``index_of`` in place."""
+    if not may_write(node.target):
+        return False
     hits: list[Node] = []
     for formal, value in schema_arguments(node):
         if formal.alias_info is not None and formal.alias_info.is_write:
@@ -42,17 +56,22 @@ class Flow:
 
     def __init__(self, ep: ExportedProgram):
         self.ep = ep
-        self.nodes = [n for n in ep.graph.nodes if n.op == "call_function" and not is_number(n)]
         self.output = next(n for n in ep.graph.nodes if n.op == "output")
+        needed = needed_nodes(ep)
+        self.nodes = [n for n in ep.graph.nodes if n.op == "call_function" and not is_number(n) and n in needed]
         if other := next((n for n in ep.graph.nodes if n.op == "get_attr"), None):
             raise Uncut(f"%{other.name} is a graph of its own")
+        if other := next((n for n in ep.graph.nodes if is_number(n) and reads_values(n)), None):
+            raise Uncut(f"%{other.name} is a number that depends on values")
         self.views = {n for n in self.nodes if viewed(n) is not None and storage_root(n).op == "placeholder"}
         self.writers: set[Node] = set()
+        self.last_writer: dict[Node, Node] = {}  # of each storage that is written
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(self.nodes)
         own = set(self.nodes)
         for node in self.nodes:
-            self.graph.add_edges_from((source, node) for source in node.all_input_nodes if source in own)
+            sized = [t for number in node.all_input_nodes if is_number(number) for t in sized_by(number)]
+            self.graph.add_edges_from((source, node) for source in [*node.all_input_nodes, *sized] if source in own)
         self._order_writes()
 
     def _order_writes(self) -> None:
@@ -78,34 +97,47 @@ class Flow:
                     last, readers = node, []
                 else:
                     readers.append(node)
+            self.last_writer[root] = last
 
     def chain(self) -> list[Node]:
-        """The chain of bottlenecks from the value that most of the method comes from to one of its results: to the one
-        that makes it longest.
+        """A chain of bottlenecks to one of the method's results: the one that leaves the fewest nodes between two of
+        them; of several, one from whose start most nodes come.
         """
         best: list[Node] = []
+        least: tuple[int, int] | None = None
         flow = self.graph.reverse(copy=False)
         for sink in dict.fromkeys(n for n in self.output.all_input_nodes if n in self.graph):
-            dominator = nx.immediate_dominators(flow, sink)
-            start = self._origin(dominator)
-            chain = [start]
-            while chain[-1] is not sink:
-                chain.append(dominator[chain[-1]])
-            best = max(best, chain, key=len)
+            dominator = {sink: sink, **nx.immediate_dominators(flow, sink)}
+            cost, start = self._origin(dominator)
+            if least is None or cost < least:
+                least, best = cost, [start]
+                while best[-1] is not sink:
+                    best.append(dominator[best[-1]])
         return best
 
-    def _origin(self, nodes: Iterable[Node]) -> Node:
-        """The one of ``nodes`` that most of them come from; the first of several."""
-        nodes = set(nodes)
+    def _origin(self, dominator: Mapping[Node, Node]) -> tuple[tuple[int, int], Node]:
+        """Where a chain to one result starts, after what counts: the most nodes between two bottlenecks, or beside all,
+        and how many do not come from the start.
+        """
         position = {node: i for i, node in enumerate(self.nodes)}
+        order = [node for node in nx.topological_sort(self.graph) if node in dominator]
+        through = dict.fromkeys(order, 1)  # how many lead to the result by way of a node
+        for node in order[:-1]:
+            through[dominator[node]] += through[node]
+        between = {order[-1]: len(self.nodes) - len(order)}  # the most between two bottlenecks after a node
         reached: dict[Node, int] = {}  # bit i: node i comes from it
-        for node in reversed(list(nx.topological_sort(self.graph))):
-            if node in nodes:
-                bits = 1 << position[node]
-                for user in self.graph.successors(node):
-                    bits |= reached.get(user, 0)
-                reached[node] = bits
-        return max(sorted(reached, key=position.get), key=lambda node: reached[node].bit_count())
+        for node in reversed(order):
+            after = dominator[node]
+            between.setdefault(node, max(between[after], through[after] - through[node]))
+            reached[node] = 1 << position[node]
+            for user in self.graph.successors(node):
+                reached[node] |= reached.get(user, 0)
+
+        def cost(node: Node) -> tuple[int, int]:
+            return max(through[node], between[node]), len(self.nodes) - reached[node].bit_count()
+
+        start = min(sorted(order, key=position.get), key=cost)
+        return cost(start), start
 
     def pieces(self) -> list[list[Node]]:
         """Every node, in the order of the method, by the bottleneck that it leads to: first what several pieces read,
@@ -164,6 +196,7 @@ class Parts:
         self.flow, self.constants = flow, set(constants)
         self.pieces = flow.pieces()
         self.rank = {node: i for i, node in enumerate(flow.ep.graph.nodes)}
+        self.sized = [n for n in self.rank if n.op == "placeholder" and plain_sizes([n])]
         self._known: dict[tuple[int, int], Part] = {}
 
     def part(self, start: int, end: int) -> Part:
@@ -184,6 +217,10 @@ class Parts:
                 if source not in inside and not is_number(source):
                     read.setdefault(source)
         inputs = [n for n in read if n not in self.constants]
+        for node in inputs:
+            writer = self.flow.last_writer.get(storage_root(node))
+            if writer is not None and node.op != "placeholder" and self.rank[writer] > self.rank[node]:
+                raise Uncut(f"%{writer.name} writes into what %{node.name} shows, which several parts read")
         self._supply_sizes(order, inputs, inside)
         written_in = {storage_root(s) for n in order for s in n.all_input_nodes if is_written(n, s)}
         if other := next((root for root in written_in if root not in self.constants), None):
@@ -194,11 +231,10 @@ class Parts:
         return Part(text, order, tuple(inputs), tuple(constants), tuple(written), tuple(results))
 
     def _is_read_outside(self, user: Node, own: set[Node]) -> bool:
-        if is_number(user):  # a size: whoever needs it takes it from a value that it has
-            return False
-        if user in self.flow.views:
-            return False  # a view of the method's inputs is made anew by each part
-        return user not in own
+        if user is self.flow.output:
+            return True
+        # a size is taken from a value at hand, a view of the method's inputs made anew, by each part that needs it
+        return user in self.flow.graph and user not in self.flow.views and user not in own
 
     def _sorted(self, own: set[Node], roots: Sequence[Node]) -> Iterator[Node]:
         """The nodes that ``roots`` need, those of the part and the views it makes for itself, each after what it needs;
@@ -224,13 +260,16 @@ class Parts:
                     stack.append((source, False))
 
     def _supply_sizes(self, order: Sequence[Node], inputs: list[Node], inside: set[Node]) -> None:
-        """Adds to ``inputs`` a tensor for each dynamic size that the part names and none of its inputs has."""
+        """Adds to ``inputs`` a tensor for each dynamic size that the part names and none of its inputs has, and one for
+        each that the sizes of its values are made of.
+        """
         for node in order:
             for source in node.all_input_nodes:
-                if is_number(source):
-                    for tensor in sized_by(source):
-                        if find_size(source, [*inputs, *inside]) is None and tensor not in inputs:
-                            inputs.append(tensor)
+                if is_number(source) and find_size(source, [*inputs, *inside]) is None:
+                    inputs += [t for t in sized_by(source) if t not in inputs and t not in inside]
+        for tensor in self.sized:
+            if plain_sizes([tensor]) & symbols_of([*inputs, *order]) - plain_sizes(inputs):
+                inputs.append(tensor)
 
 
 def whole(ep: ExportedProgram) -> Part:
@@ -246,6 +285,29 @@ def whole(ep: ExportedProgram) -> Part:
     results = [n for n in dict.fromkeys(output.all_input_nodes) if n.op == "call_function"]
     text = describe(order, inputs, constants, kept, results, ep)
     return Part(text, tuple(order), tuple(inputs), tuple(constants), tuple(kept), tuple(results))
+
+
+def needed_nodes(ep: ExportedProgram) -> set[Node]:
+    """What a method's results and its writes in place come from, and they themselves."""
+    stack = [n for n in ep.graph.nodes if n.op == "output" or any(is_written(n, s) for s in n.all_input_nodes)]
+    found = set(stack)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                stack.append(source)
+    return found
+
+
+def symbols_of(nodes: Iterable[Node]) -> set[str]:
+    """The dynamic sizes that the shapes of some values are made of."""
+    values = [value for node in nodes for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return {str(s) for v in values for d in v.shape if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols}
+
+
+def plain_sizes(nodes: Iterable[Node]) -> set[str]:
+    """The dynamic sizes that are a dimension of some values, as they are."""
+    return {str(d) for node in nodes for d in getattr(node.meta.get("val"), "shape", ()) if isinstance(d, torch.SymInt)}
 
 
 def sized_by(number: Node) -> list[Node]:
@@ -280,16 +342,16 @@ def describe(
     for kind, group in (("constant", constants), ("written", written), ("input", inputs)):
         for i, node in enumerate(group):
             names[node] = f"{kind}_{i}"
-            lines.append(f"%{names[node]}: {layout_of(node, symbols)}")
+            lines.append(f"%{names[node]}: {layout_of(node.meta.get('val'))}")
     for i, node in enumerate(order):
         names[node] = f"v{i}"
 
     def text(value: object) -> str:
         if isinstance(value, Node):
-            return f"%{names[value]}" if value in names else argument(value.meta["val"], symbols)
+            return f"%{names[value]}" if value in names else argument(value.meta["val"], PLAIN)
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(map(text, value)) + "]"
-        return argument(value, symbols)
+        return argument(value, PLAIN)
 
     for node in order:
         if node.op == "get_attr":
@@ -297,32 +359,44 @@ def describe(
             lines.append(f"%{names[node]} = {getattr(held, 'code', held)}")
             continue
         arguments = [text(a) for a in node.args] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
-        lines.append(f"%{names[node]}: {layout_of(node, symbols)} = {target(node)}({', '.join(arguments)})")
+        lines.append(f"%{names[node]}: {layout_of(node.meta.get('val'))} = {target(node)}({', '.join(arguments)})")
     lines.append(f"return {', '.join(text(node) for node in results)}")
+    body = symbols.rename("\n".join(lines))
     ranges = [
         f"{symbols.names[str(s)]} in [{r.lower}, {r.upper}]"
         for s, r in ep.range_constraints.items()
         if str(s) in symbols.names
     ]
-    return "\n".join([f"block where {', '.join(sorted(ranges))}" if ranges else "block", *lines]) + "\n"
+    return f"block where {', '.join(sorted(ranges))}\n{body}\n" if ranges else f"block\n{body}\n"
 
 
-def layout_of(node: Node, symbols: Symbols) -> str:
+class TracersNames(Symbols):
+    """Dynamic sizes as the tracer names them; a block's text renames them all at once."""
+
+    def rename(self, text: str) -> str:
+        return text
+
+
+PLAIN = TracersNames()
+
+
+def layout_of(value: object) -> str:
     """A value's type, with its strides where it is a tensor that is not dense in row-major order."""
-    value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and not is_dense(value):
-        strides = ",".join(symbols.rename(str(s)) for s in value.stride())
-        return f"{type_of(node, symbols)} strides [{strides}]"
-    return type_of(node, symbols)
+        return f"{value_type(value, PLAIN)} strides [{','.join(map(size_text, value.stride()))}]"
+    return value_type(value, PLAIN)
 
 
 def is_dense(value: torch.Tensor) -> bool:
     """Whether a fake tensor is known to be dense in row-major order, whatever its dynamic sizes are."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    return dense_strides(tuple(map(expression, value.shape)), tuple(map(expression, value.stride())))
 
+
+@lru_cache(maxsize=4096)
+def dense_strides(shape: tuple[int | sympy.Expr, ...], strides: tuple[int | sympy.Expr, ...]) -> bool:
     expected = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride())):
-        if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
+    for size, stride in zip(reversed(shape), reversed(strides)):
+        if size != 1 and stride != expected:
             return False
         expected = expected * size
     return True

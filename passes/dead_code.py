@@ -35,8 +35,6 @@ class DeadCode(MethodPass):
                 ep.graph.erase_node(node)
         remove_unused_constants(ep)
         outcome.rewrites = before - len(ep.graph.nodes)
-        if outcome.rewrites:
-            ep.graph_module.recompile()
         return outcome
 
 

@@ -56,6 +56,4 @@ class Int4Smallm(MethodPass):
             small = rows is not None and rows <= self.max_m
             node.target = eyas.int4_smallm.default if small else eyas.int4_anym.default
             outcome.rewrites += 1
-        if outcome.rewrites:
-            ep.graph_module.recompile()
         return outcome

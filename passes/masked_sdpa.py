@@ -49,8 +49,6 @@ class MaskedSdpa(MethodPass):
             args = (call.q, call.k, call.v, call.mask, call.scale)
             put_kernel(ep, node, torch.ops.eyas.masked_sdpa.default, args)
             outcome.rewrites += 1
-        if outcome.rewrites:
-            ep.graph_module.recompile()
         return outcome
 
 

@@ -50,8 +50,6 @@ class MaterializeTables(MethodPass):
             for reader in readers:
                 reader.replace_input_with(node, pinned)
             outcome.rewrites += 1
-        if outcome.rewrites:
-            ep.graph_module.recompile()
         return outcome
 
 

@@ -77,8 +77,6 @@ class MidmSdpa(MethodPass):
             args = (call.q, proof.keys, proof.values, proof.positions, call.scale)
             put_kernel(ep, node, torch.ops.eyas.sdpa_midm.default, args)
             outcome.rewrites += 1
-        if outcome.rewrites:
-            ep.graph_module.recompile()
         return outcome
 
 

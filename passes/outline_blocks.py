@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from eyas.kernels.block import GRAPHS
 from eyas.passes.base import Outcome, Pass, Refusal, source_line
-from eyas.passes.blocks import Flow, Part, Parts, Uncut, best_cut, find_size, is_dense, whole
+from eyas.passes.blocks import Flow, Part, Parts, Uncut, best_cut, find_size, is_dense, symbols_of, whole
 from eyas.passes.program import Block, Program, constant_nodes
 
 aten = torch.ops.aten
@@ -39,16 +39,17 @@ class OutlineBlocks(Pass):
 
     Before::
 
-        %mul: f32[1,s0,640] = aten.mul.Tensor(%embedding, 25.3)
-        ...  # 18 layers of 86 nodes
+        %x0: f32[1,s0,640] = aten.mul.Tensor(%embedding, 25.3)
+        %x1: f32[1,s0,640] = aten.add.Tensor(%x0, %o_proj)
+        %x2: f32[1,s0,640] = aten.add.Tensor(%x1, %o_proj_1)
         %ids: i64[1,s0] = aten.argmax.default(%logits, -1)
 
     After::
 
-        %block: (f32[1,s0,640], f32[s0,256]) = eyas.block.default("5a1e03c7", [%embed], [], [%tokens, %input_pos])
-        %block_1: (f32[1,s0,640]) = eyas.block.default("90b2d4e8", [%q_proj, ...], [%k_cache, ...], [%getitem, ...])
-        ...  # 17 more, of two kinds
-        %block_19: (i64[1,s0], f32[1,s0,640]) = eyas.block.default("c07d11fa", [%norm, ...], [], [%getitem_18, ...])
+        %block: (f32[1,s0,640], i64[s0]) = eyas.block.default(5a1e03c7, [%embed], [], [%tokens, %input_pos])
+        %block_1: (f32[1,s0,640]) = eyas.block.default(90b2d4e8, [%q, %o], [%k_cache], [%getitem, %getitem_1])
+        %block_2: (f32[1,s0,640]) = eyas.block.default(90b2d4e8, [%q_1, %o_1], [%k_cache_1], [%getitem_2, %getitem_1])
+        %block_3: (i64[1,s0]) = eyas.block.default(c07d11fa, [%norm, %head], [], [%getitem_3])
 
     Where layers are is found, not told: a bottleneck is a value that everything computed from the ones before it goes
     through. Blocks are one where operators, attributes, types, ranges and data flow are equal; what tells two similar
@@ -57,7 +58,7 @@ class OutlineBlocks(Pass):
     """
 
     name: ClassVar[str] = "outline_blocks"
-    requires: ClassVar[frozenset[str]] = frozenset({"shared_buffers"})
+    requires: ClassVar[frozenset[str]] = frozenset()
     breaks: ClassVar[frozenset[str]] = frozenset({"no_blocks"})
     unrolled: bool = False  # one block a method
 
@@ -124,8 +125,11 @@ def block_of(part: Part, ep: ExportedProgram) -> Block:
             new[node] = map_number(node)
         return new[node]
 
+    relaid = any(not is_dense(node.meta["val"]) for node in part.inputs)
     for node in part.order:
         new[node] = graph.node_copy(node, mapped)
+        if relaid and node.target is aten.view.default:
+            new[node].target = aten.reshape.default  # an input was laid out anew, so that a view may not do
         new[node].meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
     results = []
     for node in part.results:
@@ -152,12 +156,6 @@ def block_of(part: Part, ep: ExportedProgram) -> Block:
         module, module.graph, signature, {}, ranges, [ModuleCallEntry("", call)], verifiers=ep.verifiers
     )
     return Block(block_key(part.text), made, len(part.constants), len(part.written), part.size)
-
-
-def symbols_of(nodes: Sequence[Node]) -> set[str]:
-    """The dynamic sizes in the shapes of some values."""
-    values = (node.meta["val"] for node in nodes)
-    return {str(s) for v in values for d in v.shape if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols}
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:
@@ -188,7 +186,6 @@ def call_blocks(ep: ExportedProgram, parts: Sequence[Part]) -> None:
         ep.graph_signature.replace_all_uses(node.name, new.name)
     for node in reversed(old):
         graph.erase_node(node)
-    ep.graph_module.recompile()
 
 
 def differences(parts: Sequence[Part]) -> list[tuple[str, str]]:

@@ -80,8 +80,6 @@ class PanelLinear(Pass):
             for name in {name for use in group for name in use.tensors.values()}:
                 if not any(name in ep.state_dict or name in ep.constants for ep in program.methods.values()):
                     del values[name]
-        for ep in program.methods.values():
-            ep.graph_module.recompile()
         return outcome
 
 

@@ -65,22 +65,22 @@ def run_pipeline(
     passes = list(passes)
     records: list[PassRecord] = []
     ensured: set[str] = set()
+    counts = count_operators(program)
+    snapshot = Snapshot.of(program) if verified else None
     for number, one in enumerate(passes, 1):
-        place = f"pass {one} (number {number}, after {before(records)})"
+        place = f"pass {one} (number {number}, after {names_of(records)})"
         for fact in sorted(one.requires):
             against = None if fact in ensured else evidence_against(fact, program)
             if against:
                 raise PassError(f"{place} needs {fact}, but {missing(fact, against, number, passes)}")
         for observer in observers:
             observer.before_pass(number, one, program)
-        counts = count_operators(program)
-        snapshot = Snapshot.of(program) if verified else None
         start = time.perf_counter()
         try:
             outcome = one.run(program)
             ran = time.perf_counter()
             if snapshot is not None:
-                verify(program, snapshot)
+                snapshot = verify(program, snapshot)
         except FAILURES as error:
             raise PassError(f"{place} failed: {type(error).__name__}: {error}") from error
         if one.must_fire and not outcome.rewrites:
@@ -91,14 +91,17 @@ def run_pipeline(
             if against:
                 raise PassError(f"{place} ensures {fact}, but {against}, and it did not say why it left that alone")
             ensured.add(fact)
+        before, counts = counts, count_operators(program)
         records.append(
             PassRecord(
                 str(one), outcome.rewrites, tuple(outcome.refusals), ran - start, time.perf_counter() - ran,
-                counts, count_operators(program),
+                before, counts,
             )
         )  # fmt: skip
         for observer in observers:
             observer.after_pass(number, one, program, records[-1])
+    for ep in program.methods.values():
+        ep.graph_module.recompile()
     return records
 
 
@@ -164,7 +167,7 @@ def nearest(refusals: Sequence[Refusal]) -> str:
     return "; ".join(texts) or "there is no candidate: no node of the kind that it rewrites"
 
 
-def before(records: list[PassRecord]) -> str:
+def names_of(records: list[PassRecord]) -> str:
     return ", ".join(record.spec for record in records) or "no passes"
 
 

@@ -7,18 +7,19 @@ which they first appear. No addresses, no generated ids.
 import hashlib
 import operator
 import re
+from functools import lru_cache
 
+import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from eyas.passes.program import Program, constant_specs, constant_value, mutated_buffers
+from eyas.passes.program import Program, constant_specs
 
 DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
 }  # fmt: skip
-SMALL = 4096  # elements; the values of smaller constants count as part of a method
 
 
 class Symbols:
@@ -31,19 +32,16 @@ class Symbols:
         return re.sub(r"\b[su]\d+\b", lambda m: self.names.setdefault(m[0], f"{m[0][0]}{len(self.names)}"), text)
 
 
-def print_method(ep: ExportedProgram, name: str = "forward", with_values: bool = False, kind: str = "method") -> str:
-    """One method or another ``kind``. ``with_values``: adds a hash of every small constant that it does not write."""
+def print_method(ep: ExportedProgram, name: str = "forward", kind: str = "method") -> str:
+    """One method, or another ``kind`` of graph."""
     symbols, lines = Symbols(), []
     constants = {spec.arg.name: (constant, spec) for constant, spec in constant_specs(ep)}
-    written = mutated_buffers(ep)
     for node in ep.graph.nodes:
         if node.op == "placeholder":
             source = "input"
             if node.name in constants:
                 constant, spec = constants[node.name]
                 source = f"{spec.kind.name.lower()} {constant}"
-                if with_values and constant not in written:
-                    source += value_hash(constant_value(ep, spec))
             lines.append(f"%{node.name}: {type_of(node, symbols)} = {source}")
         elif node.op == "output":
             lines.append(f"return {argument(node.args[0], symbols)}{updates(ep)}")
@@ -91,11 +89,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def value_hash(value: torch.Tensor) -> str:
-    if value.numel() > SMALL:
-        return ""
-    data = value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
-    return " #" + hashlib.sha256(data).hexdigest()[:16]
+def size_text(size: int | torch.SymInt) -> str:
+    """A size in words, with the tracer's names of dynamic ones."""
+    return str(size) if isinstance(size, int) else expression_text(size.node.expr)
+
+
+@lru_cache(maxsize=4096)
+def expression_text(expression: sympy.Expr) -> str:
+    return str(expression)
 
 
 def type_of(node: Node, symbols: Symbols) -> str:
@@ -104,7 +105,7 @@ def type_of(node: Node, symbols: Symbols) -> str:
 
 def value_type(value: object, symbols: Symbols) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{dtype_name(value.dtype)}[{','.join(symbols.rename(str(d)) for d in value.shape)}]"
+        return f"{dtype_name(value.dtype)}[{','.join(symbols.rename(size_text(d)) for d in value.shape)}]"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(value_type(v, symbols) for v in value) + ")"
     if isinstance(value, torch.SymInt):

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 
 import torch
@@ -113,10 +114,18 @@ def written_roots(ep: ExportedProgram) -> set[Node]:
     """The nodes that made the storages which the graph writes in place."""
     roots = set()
     for node in ep.graph.nodes:
-        for argument, value in schema_arguments(node):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                torch.fx.node.map_arg(value, lambda written: roots.add(storage_root(written)))
+        if may_write(node.target):
+            for argument, value in schema_arguments(node):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    torch.fx.node.map_arg(value, lambda written: roots.add(storage_root(written)))
     return roots
+
+
+@cache
+def may_write(target: object) -> bool:
+    """Whether an operator's schema lets it write one of its arguments."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
 def storage_root(node: Node) -> Node:

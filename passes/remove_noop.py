@@ -50,8 +50,6 @@ class RemoveNoop(MethodPass):
             else:
                 continue
             outcome.rewrites += 1
-        if outcome.rewrites:
-            ep.graph_module.recompile()
         return outcome
 
 

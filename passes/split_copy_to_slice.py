@@ -60,8 +60,6 @@ class SplitCopyToSlice(MethodPass):
                 continue
             rewrite(ep, node)
             outcome.rewrites += 1
-        if outcome.rewrites:
-            ep.graph_module.recompile()
         return outcome
 
 

@@ -6,6 +6,8 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from eyas.kernels.block import expression
+
 
 class Types:
     """Results of operators on fake tensors, of one method: its dynamic sizes are those of one tracer."""
@@ -26,7 +28,7 @@ class Types:
 def key_of(value: object) -> object:
     """Something hashable that is equal for values of equal type: of a tensor its dtype, device, sizes and strides."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.device, tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+        return value.dtype, value.device, tuple(map(expression, value.shape)), tuple(map(expression, value.stride()))
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, *map(key_of, value))
     return type(value), str(value)

@@ -81,20 +81,25 @@ def unread_constants(ep: ExportedProgram) -> set[str]:
     return {names[n.name] for n in ep.graph.nodes if n.op == "placeholder" and n.name in names and not n.users}
 
 
-def verify(program: Program, before: Snapshot) -> None:
-    """Raises ``VerifyError`` for a program that a pass broke; what torch's own checks raise passes through."""
+def verify(program: Program, before: Snapshot) -> Snapshot:
+    """The program as it is now. Raises ``VerifyError`` for one that a pass broke; what torch's own checks raise passes
+    through.
+    """
     if set(program.methods) != set(before.methods):
         raise VerifyError(f"the methods were {', '.join(before.methods)} and are {', '.join(program.methods)}")
     for method, ep in program.methods.items():
         ep.graph.lint()
         check_types(method, ep, before.methods[method].calls)
         ep.validate()
-        now, then = interface(ep), before.methods[method].interface
-        for what, was in then.items():
-            if now[what] != was:
-                raise VerifyError(f"the {what} of method {method!r} were {was} and are {now[what]}")
-        if left := sorted(unread_constants(ep) - before.methods[method].unread):
+    after = Snapshot.of(program)
+    for method, now in after.methods.items():
+        then = before.methods[method]
+        for what, was in then.interface.items():
+            if now.interface[what] != was:
+                raise VerifyError(f"the {what} of method {method!r} were {was} and are {now.interface[what]}")
+        if left := sorted(now.unread - then.unread):
             raise VerifyError(f"nothing in method {method!r} reads its constant {left[0]!r} any more, yet it is there")
+    return after
 
 
 def check_types(method: str, ep: ExportedProgram, calls: Mapping[Node, tuple]) -> None:

@@ -198,9 +198,7 @@ def test_it_computes_what_the_graph_does(rows, compiled, shared):
 
 def test_a_constant_that_is_missing(compiled, shared):
     container = Container(Host.load(build_libraries(shared).host), compiled.code)
-    with pytest.raises(
-        ValueError, match="needs constants that the program does not have: constant_0, cons"
-    ):
+    with pytest.raises(ValueError, match="needs constants that the program does not have: constant_0, cons"):
         container.bind({})
 
 

@@ -22,7 +22,6 @@ import torch
 from conftest import Lowered
 
 from eyas.lowering.data_file import write_data_file
-from eyas.lowering.lower import INLINED
 from eyas.runtime import artifact as artifact_module
 from eyas.runtime import selfcheck
 from eyas.runtime.artifact import (
@@ -40,7 +39,7 @@ from eyas.runtime.buffers import BufferPool
 from eyas.runtime.container_files import ContainerError, DataFile, ProgramFile
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, tokens
 from eyas.runtime.native import Container, Host, Tensor
-from eyas.runtime.payload import MAGIC, Constant, decode, encode, storage_key
+from eyas.runtime.payload import MAGIC, Constant, decode, encode, name_of, storage_key
 from eyas.runtime.session import open_tokenizer
 
 FILES = (PROGRAM, DATA, TOKENIZER)
@@ -273,14 +272,14 @@ def test_torch_must_be_the_one_a_program_was_made_with(kind, installed, message,
 def test_native_code_must_be_what_the_manifest_says(copy, opened):
     """Checked for each library of its own, before it is loaded."""
     file = ProgramFile(copy / PROGRAM)
-    keys = {name: decode(spec.payload)[0] for name, spec in file.methods.items()} | {"host": HOST_KEY}
-    for name, key in keys.items():
+    keys = {decode(call.payload)[0] for spec in file.methods.values() for call in spec.calls}
+    for key in (*keys, HOST_KEY):
         code = bytes(file.named(key))
         folder = edit_file(copy / PROGRAM, swap(code, code[:-1] + bytes([code[-1] ^ 1])), admit=True)
         opened.clear()
         with pytest.raises(ArtifactError, match=rf"the native code {key[:12]}... does not match the manifest"):
             Artifact.open(folder).load()
-        assert f"{name}.so" not in opened and (name != "host" or not opened)
+        assert f"{key[:64]}.so" not in opened and (key != HOST_KEY or not opened)
         edit_file(copy / PROGRAM, swap(code[:-1] + bytes([code[-1] ^ 1]), code), admit=True)
     assert Artifact.open(copy).load()
 
@@ -429,7 +428,7 @@ def test_constants_and_methods(program):
 
 
 def test_the_program_is_executorchs(tiny):
-    """Its own reader finds one delegate call a method, no operator besides, and the same data as ours."""
+    """Its own reader finds delegate calls alone in each method, no operator besides, and the same data as ours."""
     from executorch.exir._serialize._program import deserialize_pte_binary
 
     read = deserialize_pte_binary((tiny.path / PROGRAM).read_bytes())
@@ -439,8 +438,9 @@ def test_the_program_is_executorchs(tiny):
     for name, plan in plans.items():
         calls = [type(step.instr_args).__name__ for chain in plan.chains for step in chain.instructions]
         assert not plan.operators
-        assert [d.id for d in plan.delegates] == ["CpuBackend"] * (name in METHODS)
-        assert calls == ["DelegateCall"] * (name in METHODS)
+        count = len(ours.methods[name].calls) if name in METHODS else 0
+        assert [d.id for d in plan.delegates] == ["CpuBackend"] * count
+        assert calls == ["DelegateCall"] * count and (name in METHODS) == (count > 0)
         if name in CONSTANTS:
             (index,) = plan.outputs
             assert list(vars(plan.values[index].val).values()) == [CONSTANTS[name]]
@@ -670,14 +670,16 @@ def test_one_storage_a_name(tiny):
     program = tiny.load()
     pool = {name: array.__array_interface__["data"][0] for name, array in program.buffers.arrays().items()}
     held: dict[str, set[int]] = {}
+    file = ProgramFile(tiny.path / PROGRAM)
     for method in program.methods.values():
-        names, bound = method._container.constants, method._container._bound
-        for name, tensor in zip(names, bound, strict=True):
-            held.setdefault(name, set()).add(tensor.array.__array_interface__["data"][0])
+        for (container, _), call in zip(method._chain._steps, file.methods[method.name].calls, strict=True):
+            names = {c.name: name_of(c.storage_key) for c in decode(call.payload)[1]}
+            for own, tensor in zip(container.constants, container._bound, strict=True):
+                held.setdefault(names[own], set()).add(tensor.array.__array_interface__["data"][0])
     assert held == {name: {address} for name, address in pool.items()}
     assert len(set(pool.values())) == len(pool)
     sharing = {b["name"]: b for b in tiny_sharing(tiny)}
-    assert set(pool) == {name for name, b in sharing.items() if np.prod(b["shape"]) > INLINED}
+    assert set(pool) == set(sharing)
     entries = DataFile(tiny.path / DATA).entries
     base = pool["draft.d2t"] - entries[storage_key("cpu", "draft.d2t")][0]
     for name, address in pool.items():

@@ -196,7 +196,9 @@ def test_only_what_changed_is_looked_at(monkeypatch):
     program = make()
     node_of(program, "aten.relu.default").meta["val"] = node_of(program, "aten.relu.default").meta["val"].half()
     before = Snapshot.of(program)
-    monkeypatch.setattr("eyas.passes.verify.propagate", lambda node, where: pytest.fail(f"{where} was run again"))
+    monkeypatch.setattr(
+        "eyas.passes.verify.propagate", lambda node, where, types: pytest.fail(f"{where} was run again")
+    )
     verify(program, before)
 
 

@@ -42,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     lowering = commands.add_parser("lowering", help="seconds and memory of lowering, cold and warm, and of loading")
     lowering.add_argument("--target", default="gemma3_270m", help="name of the target (default gemma3_270m)")
     lowering.add_argument("--quant", default="int8", help="int8 (default), int4, none, or a recipe file")
+    depth = commands.add_parser("depth", help="seconds and native code of lowering decoders of growing depth")
+    depth.add_argument("--layers", default="18,36,72", help="comma-separated (default 18,36,72)")
     passes = commands.add_parser("passes", help="seconds of each pass on decoders of growing depth")
     passes.add_argument("--layers", default="18,72", help="comma-separated (default 18,72)")
     return p
@@ -81,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
         from eyas.tools.bench_program import bench_quant
 
         figures = bench_quant(args.target, args.checkpoint, args.recipes.split(","))
+    elif args.command == "depth":
+        from eyas.tools.bench_depth import bench_depth
+
+        figures = bench_depth([int(part) for part in args.layers.split(",")])
     elif args.command == "passes":
         from eyas.tools.bench_passes import bench_passes
 
