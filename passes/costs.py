@@ -6,17 +6,18 @@ nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 import eyas.kernels  # noqa: F401  registers the operators
+from eyas.kernels.block import graph_of
 from eyas.passes.program import given, viewed
 
 aten, own = torch.ops.aten, torch.ops.eyas
@@ -103,10 +104,19 @@ def cost_of(node: Node, sizes: Sizes) -> Cost:
     return Cost(1, read + made, work)
 
 
+def nodes_of(graph: Graph) -> Iterator[Node]:
+    """The nodes of a graph, those of a block in the place of each of its calls."""
+    for node in graph.nodes:
+        if node.target is own.block.default:
+            yield from nodes_of(graph_of(node.args[0]).graph)
+        else:
+            yield node
+
+
 def costs(ep: ExportedProgram, rows: int, live: int) -> dict[str, Cost]:
     """The cost of each operator of a method, the dearest in bytes first."""
     sizes, found = Sizes(rows, live), defaultdict(Cost)
-    for node in ep.graph.nodes:
+    for node in nodes_of(ep.graph):
         cost = cost_of(node, sizes)
         if cost.count:
             found[str(node.target)] += cost

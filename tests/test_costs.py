@@ -62,3 +62,21 @@ def test_the_bound_is_the_slower_of_memory_and_arithmetic():
 def test_the_dearest_comes_first():
     found = cost(lambda m, x: torch.nn.functional.linear(x, m.w) + 1, X, w=randn(160, 8))
     assert list(found) == ["aten.linear.default", "aten.add.Tensor"]
+
+
+def test_a_block_costs_what_its_nodes_do():
+    """At each of its calls."""
+
+    def layers(module, x):
+        for weight in (module.a, module.b, module.c):
+            x = x + torch.nn.functional.gelu(x @ weight) @ weight.T
+        return x * 2
+
+    def made(passes):
+        program = program_of(layers, X, a=randn(8, 8), b=randn(8, 8), c=randn(8, 8))
+        run_pipeline(program, parse_pipeline(passes))
+        return program
+
+    plain, outlined = made(""), made("outline_blocks")
+    assert any(node.target is torch.ops.eyas.block.default for node in outlined.methods["forward"].graph.nodes)
+    assert costs(outlined.methods["forward"], 4, 4) == costs(plain.methods["forward"], 4, 4)
