@@ -44,20 +44,28 @@ class Worker:
         except (BrokenPipeError, ValueError):
             line = ""
         if not line:
-            raise RuntimeError(f"a compiler process ended with status {self._process.wait()}: {self._last_words()}")
+            status = self._process.wait()
+            hint = " (killed: is there enough memory? --jobs 1 takes less)" if status == -signal.SIGKILL else ""
+            raise RuntimeError(f"a compiler process ended with status {status}{hint}: {self._last_words()}")
         if error := json.loads(line).get("error"):
             raise RuntimeError(error)
 
     def _last_words(self) -> str:
         self._messages.seek(0)
         lines = self._messages.read().strip().splitlines()
-        return lines[-1] if lines else "it said nothing; is there enough memory? --jobs 1 takes less"
+        return lines[-1] if lines else "it said nothing"
 
     def close(self) -> None:
         """Ends the process and whatever it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-        self._process.communicate()
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, kind)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)
+                break
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
         self._messages.close()
 
 

@@ -616,7 +616,7 @@ def test_a_pool_resets_whole_buffers_and_no_others(program, tmp_path):
     for changes, message in (
         (
             {"sizes": (50, 100), "strides": (100, 1)},
-            r"two methods mean different tensors by 'a': \(5000,\) and \(50, 1",
+            r"two calls mean different tensors by 'a': \(5000,\) and \(50, 1",
         ),
         ({"storage_key": "z"}, r"model\.ptd has no entry 'z'"),
     ):
@@ -815,15 +815,15 @@ def test_the_check_says_what_runs(program):
 )
 def test_the_check_finds(spoil, message, tiny, monkeypatch):
     program = tiny.load()
-    container = program.method("target_logits")._container
-    stock = container.run
+    chain = program.method("target_logits")._chain
+    stock = chain.run
 
     def spoilt(inputs):
         outputs = stock(inputs)
         spoil(outputs[0].array)
         return outputs
 
-    monkeypatch.setattr(container, "run", spoilt)
+    monkeypatch.setattr(chain, "run", spoilt)
     with pytest.raises(RuntimeError, match=message):
         selfcheck.check(program)
 
