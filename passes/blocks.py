@@ -174,7 +174,8 @@ class Part:
     """Consecutive nodes of a method, and what they are but for names: ``text`` is equal for equal parts.
 
     ``order``: the nodes as the text has them; ``inputs``, ``constants`` and ``written`` (those that it writes in
-    place): what it reads from elsewhere; ``results``: what others read of it.
+    place): what it reads from elsewhere; ``results``: what others read of it; ``stale``: why it must not be apart from
+    what makes its inputs.
     """
 
     text: str
@@ -183,6 +184,7 @@ class Part:
     constants: tuple[Node, ...]
     written: tuple[Node, ...]
     results: tuple[Node, ...]
+    stale: str | None = None
 
     @property
     def size(self) -> int:
@@ -217,10 +219,7 @@ class Parts:
                 if source not in inside and not is_number(source):
                     read.setdefault(source)
         inputs = [n for n in read if n not in self.constants]
-        for node in inputs:
-            writer = self.flow.last_writer.get(storage_root(node))
-            if writer is not None and node.op != "placeholder" and self.rank[writer] > self.rank[node]:
-                raise Uncut(f"%{writer.name} writes into what %{node.name} shows, which several parts read")
+        stale = next(filter(None, map(self._written_later, inputs)), None)
         self._supply_sizes(order, inputs, inside)
         written_in = {storage_root(s) for n in order for s in n.all_input_nodes if is_written(n, s)}
         if other := next((root for root in written_in if root not in self.constants), None):
@@ -228,7 +227,14 @@ class Parts:
         constants = [n for n in read if n in self.constants and n not in written_in]
         written = [n for n in read if n in written_in]
         text = describe(order, inputs, constants, written, results, self.flow.ep)
-        return Part(text, order, tuple(inputs), tuple(constants), tuple(written), tuple(results))
+        return Part(text, order, tuple(inputs), tuple(constants), tuple(written), tuple(results), stale)
+
+    def _written_later(self, node: Node) -> str | None:
+        """Why a value cannot be handed on: what it shows is written afterwards, and a block may hand on a copy."""
+        writer = self.flow.last_writer.get(storage_root(node))
+        if node.op == "placeholder" or writer is None or self.rank[writer] <= self.rank[node]:
+            return None
+        return f"%{writer.name} writes into what %{node.name} shows, which several parts read"
 
     def _is_read_outside(self, user: Node, own: set[Node]) -> bool:
         if user is self.flow.output:
@@ -408,13 +414,15 @@ def best_cut(parts: Parts) -> list[tuple[int, int]]:
     Starts with every piece by itself and joins pieces while that makes the product of distinct nodes and the square
     root of the number of calls smaller: nodes stand for time to compile, calls for time to run. Deeper models have more
     calls of the same parts, so neither outweighs the other as they grow. One kind of piece at a time is joined to
-    whatever stands before each of its occurrences, or after.
+    whatever stands before each of its occurrences, or after. Before all that counts how many parts are stale; raises
+    ``Uncut`` where one stays so.
     """
     spans = [(i, i + 1) for i in range(len(parts.pieces))]
 
-    def cost(spans: Sequence[tuple[int, int]]) -> float:
-        sizes = {part.text: part.size for part in (parts.part(*span) for span in spans)}
-        return sum(sizes.values()) * len(spans) ** 0.5
+    def cost(spans: Sequence[tuple[int, int]]) -> tuple[int, float]:
+        made = [parts.part(*span) for span in spans]
+        sizes = {part.text: part.size for part in made}
+        return sum(part.stale is not None for part in made), sum(sizes.values()) * len(spans) ** 0.5
 
     def joined(spans: Sequence[tuple[int, int]], kind: str, step: int) -> list[tuple[int, int]] | None:
         made: list[tuple[int, int]] = []
@@ -438,8 +446,11 @@ def best_cut(parts: Parts) -> list[tuple[int, int]]:
                 if candidate is not None and len(candidate) < len(spans):
                     options.append((cost(candidate), candidate))
         if not options or min(options)[0] >= best:
-            return spans
+            break
         best, spans = min(options)
+    if stale := next(filter(None, (parts.part(*span).stale for span in spans)), None):
+        raise Uncut(stale)
+    return spans
 
 
 def repeats(parts: Sequence[Part]) -> Counter[str]:
