@@ -54,20 +54,22 @@ class OutlineBlocks(Pass):
     Where layers are is found, not told: a bottleneck is a value that everything computed from the ones before it goes
     through. Blocks are one where operators, attributes, types, ranges and data flow are equal; what tells two similar
     ones apart is reported. A method is one block, with a reason, where nothing repeats, where it holds graphs of its
-    own or writes into what it computes; and with ``unrolled``.
+    own or writes into what it computes; with ``unrolled``; and where its blocks would take as long to compile, each
+    with ``overhead`` nodes more than it has.
     """
 
     name: ClassVar[str] = "outline_blocks"
     requires: ClassVar[frozenset[str]] = frozenset()
     breaks: ClassVar[frozenset[str]] = frozenset({"no_blocks"})
     unrolled: bool = False  # one block a method
+    overhead: int = 0  # what compiling any block takes, in nodes
 
     def run(self, program: Program) -> Outcome:
         outcome = Outcome()
         for method, ep in program.methods.items():
             if any(node.target is torch.ops.eyas.block.default for node in ep.graph.nodes):
                 continue
-            parts, reason = cut(ep, self.unrolled)
+            parts, reason = cut(ep, self.unrolled, self.overhead)
             if reason:
                 outcome.refusals.append(Refusal(method, "the method", reason))
             outcome.refusals += [Refusal(method, node, text) for node, text in differences(parts)]
@@ -81,7 +83,7 @@ class OutlineBlocks(Pass):
         return outcome
 
 
-def cut(ep: ExportedProgram, unrolled: bool) -> tuple[list[Part], str | None]:
+def cut(ep: ExportedProgram, unrolled: bool, overhead: int) -> tuple[list[Part], str | None]:
     """The parts of a method; where that is the whole method, why it is."""
     if unrolled:
         return [whole(ep)], None
@@ -92,6 +94,9 @@ def cut(ep: ExportedProgram, unrolled: bool) -> tuple[list[Part], str | None]:
         return [whole(ep)], f"it stays whole: {error}"
     if len({part.text for part in found}) == len(found):
         return [whole(ep)], "it stays whole: no part of it repeats"
+    apart = sum(overhead + size for size in {part.text: part.size for part in found}.values())
+    if apart >= (together := overhead + sum(part.size for part in found)):
+        return [whole(ep)], f"it stays whole: compiling its blocks takes as long as {apart} nodes, it has {together}"
     return found, None
 
 

@@ -1,5 +1,6 @@
 """Lowering as a whole: what it refuses, what it leaves behind, what it takes from the cache, and what it says."""
 
+import copy
 import errno
 import hashlib
 import json
@@ -33,6 +34,7 @@ from eyas.runtime.container_files import DataFile, ProgramFile
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, tokens
 from eyas.runtime.memory import peak_rss
 from eyas.runtime.payload import decode
+from eyas.runtime.selfcheck import inputs_of
 
 FILES = (PROGRAM, DATA, TOKENIZER)
 SMALL = replace(TARGETS["tiny_gemma3"], name="small", options={"family": "gemma3", "n_layers": 1})
@@ -211,6 +213,38 @@ def test_a_place_that_is_taken_meanwhile(request_of, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="exists and is not an artifact"):
         lower(request_of(), Notes())
     assert contents(tmp_path) == {"out/mine": b"mine"}
+
+
+# Blocks
+
+
+def test_blocks_give_the_bits_of_whole_methods(request_of, tmp_path):
+    """A program of many calls, run by the small host or by Python, is the program of one call a method."""
+    changes = dict(target="tiny_gemma3", draft="untrained")
+    programs = []
+    for name, passes in (("whole", ""), ("blocks", "outline_blocks")):
+        report = lower(request_of(**changes, passes=passes, out=tmp_path / name), Notes())
+        programs.append(report.path)
+    counts = {block["block"]: block["calls"] for block in report.blocks}
+    assert max(counts.values()) >= 6, "three sliding layers in each of two methods"
+    calls = {name: len(spec.calls) for name, spec in ProgramFile(report.path / PROGRAM).methods.items()}
+    assert calls["target_verify"] > 4 and sum(calls.values()) == sum(counts.values())
+    whole, blocks, slow = (Artifact.open(path).load() for path in (*programs, programs[1]))
+    for method in slow.methods.values():
+        method._chain._host = copy.copy(method._chain._host)
+        method._chain._host.run_chain = None
+    for name, method in whole.methods.items():
+        for rows in (1, 2, method.max_rows):
+            results = []
+            for program in (whole, blocks, slow):
+                program.reset()
+                outputs = [
+                    output.array.tobytes()
+                    for at in range(0, 3 * rows, rows)
+                    for output in program.method(name)(*inputs_of(method, at, rows, 128))
+                ]
+                results.append((outputs, {n: a.tobytes() for n, a in program.buffers.arrays().items() if "cache" in n}))
+            assert results[0] == results[1] == results[2], name
 
 
 # Failures

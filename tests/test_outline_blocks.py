@@ -319,15 +319,21 @@ def two_products(m, i, x, pos):
     return x + torch.tanh(x @ weight(m, i)) @ weight(m, i if i == 2 else i + LAYERS)
 
 
+def one_of_two(m, i, x, pos):
+    first, second = weight(m, i), weight(m, i + LAYERS)
+    return x + torch.tanh(x @ first) @ second + torch.tanh(x @ (second if i == 2 else first))
+
+
 def a_difference(m, i, x, pos):
-    y = torch.tanh(x @ weight(m, i))
-    return x + (y - x.sin() if i == 2 else x.sin() - y)
+    y, z = x.cos(), x.sin()
+    return x + (y + z) * (z - y if i == 2 else y - z)
 
 
 DIFFERENT = {
     "shape of a constant": (layer, {"c2": randn(LENGTH - 1, WIDTH)}),
     "type of a constant": (lambda m, i, x, pos: x + x @ weight(m, i).float(), {"w2": randn(WIDTH, WIDTH).double()}),
     "one constant for two": (two_products, {"layers": 2 * LAYERS}),
+    "the other of two constants": (one_of_two, {"layers": 2 * LAYERS}),
     "arguments swapped": (a_difference, {}),
 }
 

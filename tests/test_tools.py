@@ -425,11 +425,14 @@ def test_quiet_lowering_names_stages_only(tool, planned, tmp_path):
 @pytest.mark.parametrize(
     ("passes", "pipeline"),
     [
-        ("", "masked_sdpa,panel_linear,share_buffers,outline_blocks"),
-        ("materialize_tables", "materialize_tables,masked_sdpa,panel_linear,share_buffers,outline_blocks"),
+        ("", "masked_sdpa,panel_linear,share_buffers,outline_blocks{overhead=320}"),
+        (
+            "materialize_tables",
+            "materialize_tables,masked_sdpa,panel_linear,share_buffers,outline_blocks{overhead=320}",
+        ),
         (
             " materialize_tables{} , split_copy_to_slice",
-            "materialize_tables,split_copy_to_slice,masked_sdpa,panel_linear,share_buffers,outline_blocks",
+            "materialize_tables,split_copy_to_slice,masked_sdpa,panel_linear,share_buffers,outline_blocks{overhead=320}",
         ),
     ],
 )
