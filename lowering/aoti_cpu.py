@@ -139,12 +139,12 @@ def as_method(block: Block) -> ExportedProgram:
 
 
 def strip_debug(source: Path, out: Path) -> None:
-    """Copies native code without its symbols for debuggers, which name the compiler's own folders."""
+    """Copies native code without the symbols that no loader needs, and without the hash of all that it held."""
     tool = shutil.which("strip")
     if tool is None:
         shutil.copyfile(source, out)
     else:
-        run([tool, "--strip-debug", "-o", str(out), str(source)])
+        run([tool, "--strip-all", "--remove-section=.note.gnu.build-id", "-o", str(out), str(source)])
 
 
 def refuse_without_body(ep: ExportedProgram) -> None:

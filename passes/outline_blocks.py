@@ -207,9 +207,11 @@ def differences(parts: Sequence[Part]) -> list[tuple[str, str]]:
         if not matches or max(match.ratio() for match in matches) < SIMILAR:
             continue
         nearest = max(range(i), key=lambda j: matches[j].ratio())
-        changes = [change for change in matches[nearest].get_opcodes() if change[0] != "equal"]
-        _, a, b, c, d = changes[0]
         theirs, ours = kinds[nearest].text.splitlines(), part.text.splitlines()
+        # without numbers, two that differ only in which values they read are equal
+        match = matches[nearest] if matches[nearest].ratio() < 1 else difflib.SequenceMatcher(None, theirs, ours, False)
+        changes = [change for change in match.get_opcodes() if change[0] != "equal"]
+        _, a, b, c, d = changes[0]
         node = part.order[min(max(c - (len(ours) - 1 - part.size), 0), part.size - 1)]
         reason = (
             f"block {block_key(part.text)} (x{times[part.text]}) is not block {block_key(kinds[nearest].text)} "
