@@ -82,13 +82,14 @@ def find_compiled(cache: ContentCache, key: str, cached: bool = True) -> Compile
     )  # fmt: skip
 
 
-def compile_block(block: Block, cache: ContentCache, host: str = "eyas") -> CompiledBlock:
+def compile_block(block: Block, cache: ContentCache, host: str = "eyas", key: str | None = None) -> CompiledBlock:
     """Compiles a block whose graph passes have finished, for a host of ``HOSTS``. Raises ``RuntimeError`` for an
-    operator that cannot be compiled.
+    operator that cannot be compiled. ``key``: what the one who asked knows it by; a graph that was written and read
+    again may print its sizes otherwise.
     """
     refuse_without_body(block.program)
     libraries = build_libraries(cache)
-    key = block_key(block, host, libraries)
+    key = key or block_key(block, host, libraries)
     if (found := find_compiled(cache, key)) is not None:
         return found
 

@@ -128,12 +128,14 @@ class CompilePool:
                 torch.export.save(block.program, path)
                 futures[name] = self._submit({
                     "do": "block", "program": str(path), "key": block.key, "n_constants": block.n_constants,
-                    "n_written": block.n_written, "size": block.size, "host": host,
+                    "n_written": block.n_written, "size": block.size, "host": host, "cache_key": keys[name],
                 })  # fmt: skip
             for left, (name, future) in enumerate(futures.items()):
                 done(len(futures) - left)
                 future.result()
                 found[name] = find_compiled(self.cache, keys[name], cached=False)
                 if found[name] is None:
-                    raise RuntimeError(f"block {name} was compiled, but as another one than was asked for")
+                    raise RuntimeError(
+                        f"block {name} was compiled, but the cache in {self.cache.root} does not hold it"
+                    )
         return found

@@ -33,7 +33,7 @@ def main() -> int:
                 elif job["do"] == "block":
                     program = torch.export.load(job["program"])
                     block = Block(job["key"], program, job["n_constants"], job["n_written"], job["size"])
-                    compile_block(block, cache, job["host"])
+                    compile_block(block, cache, job["host"], job["cache_key"])
                 answer = {}
             except Exception as error:  # noqa: BLE001  whatever it is, the one who asked must be told
                 answer = {"error": f"{type(error).__name__}: {error}"}

@@ -187,7 +187,7 @@ def test_a_process_that_is_ended_leaves_nothing_half_written(own, tmp_path):
         pool._submit({"do": "start"}).result()
         torch.export.save(block(6).program, tmp_path / "block.pt2")
         job = {"do": "block", "program": str(tmp_path / "block.pt2"), "key": "6", "n_constants": 1, "n_written": 0}
-        future = pool._submit({**job, "size": 2, "host": "eyas"})
+        future = pool._submit({**job, "size": 2, "host": "eyas", "cache_key": "0123"})
         for _ in range(300):
             if list(cache.root.glob("blocks/.making-*")):
                 break
