@@ -225,10 +225,9 @@ def test_blocks_give_the_bits_of_whole_methods(request_of, tmp_path):
     for name, passes in (("whole", ""), ("blocks", "outline_blocks")):
         report = lower(request_of(**changes, passes=passes, out=tmp_path / name), Notes())
         programs.append(report.path)
-    counts = {block["block"]: block["calls"] for block in report.blocks}
-    assert sorted(counts.values())[-2:] == [3, 3], "the sliding layers of two methods"
-    calls = {name: len(spec.calls) for name, spec in ProgramFile(report.path / PROGRAM).methods.items()}
-    assert calls["target_verify"] > 4 and sum(calls.values()) == sum(counts.values())
+    calls = ProgramFile(report.path / PROGRAM).methods["target_verify"].calls
+    codes = [decode(call.payload)[0] for call in calls]
+    assert max(map(codes.count, codes)) == 3 and len(calls) > 4, "three sliding layers are one block"
     whole, blocks, slow = (Artifact.open(path).load() for path in (*programs, programs[1]))
     for method in slow.methods.values():
         method._chain._host = copy.copy(method._chain._host)
