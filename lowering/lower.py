@@ -32,7 +32,7 @@ from eyas.lowering.data_file import write_data_file
 from eyas.lowering.environment import machine, versions
 from eyas.lowering.pipelines import pipeline_for
 from eyas.lowering.source_hash import source_hash
-from eyas.lowering.tokenizer import TokenizerFacts, make_tokenizer_json
+from eyas.lowering.tokenizer import TokenizerFacts, read_tokenizer
 from eyas.lowering.trace import EXTRA_METHODS, METHODS, Limits, trace_methods
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.eagle3_checkpoint import DraftCheckpoint, untrained_head
@@ -177,13 +177,14 @@ class Lowering:
         self.read_checkpoints()
         with making(self.request.out) as folder:
             converting = Aside(
-                make_tokenizer_json, self.checkpoint.tokenizer, folder / TOKENIZER, self.cache.root / "tokenizers",
+                read_tokenizer, self.checkpoint.tokenizer, self.cache.root / "tokenizers",
                 vocab_size=self.checkpoint.config.vocab_size, bos_id=self.checkpoint.bos_id,
             )  # fmt: skip
             self.load_model()
             plan = self.write_program(folder)
             with self.stage("tokenizer"):
-                tokenizer = converting.result()
+                content, tokenizer = converting.result()
+                (folder / TOKENIZER).write_bytes(content)
             with self.stage("manifest"):
                 manifest = self.manifest(plan, tokenizer, folder)
                 (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -63,7 +63,19 @@ def make_tokenizer_json(
     vocab_size: int | None = None,
     bos_id: int | None = None,
 ) -> TokenizerFacts:
-    """Writes the tokenizer of ``source`` to ``out_path`` and returns what it is.
+    """Writes the tokenizer of ``source`` to ``out_path`` and returns what it is. Raises as ``read_tokenizer``."""
+    content, facts = read_tokenizer(source, cache_dir, vocab_size=vocab_size, bos_id=bos_id)
+    with TemporaryDirectory(dir=Path(out_path).parent) as folder:
+        part = Path(folder, "tokenizer.json")
+        part.write_bytes(content)
+        os.replace(part, out_path)
+    return facts
+
+
+def read_tokenizer(
+    source: TokenizerSource, cache_dir: Path, *, vocab_size: int | None = None, bos_id: int | None = None
+) -> tuple[bytes, TokenizerFacts]:
+    """The ``tokenizer.json`` that an artifact takes for the tokenizer of ``source``, and what it is.
 
     ``vocab_size``: rows of the model's embedding; required for kind "none", checked for the others. ``bos_id``: the
     checkpoint's; None takes the one that the tokenizer itself adds. A GGUF file is converted once (25 s and 1 GB, in a
@@ -94,11 +106,7 @@ def make_tokenizer_json(
             f"BOS id {facts.bos_id} is the ordinary token {facts.bos!r}, not a special one; is it another model's id?",
             stacklevel=2,
         )
-    with TemporaryDirectory(dir=Path(out_path).parent) as folder:
-        part = Path(folder, "tokenizer.json")
-        part.write_bytes(content)
-        os.replace(part, out_path)
-    return facts
+    return content, facts
 
 
 def settle(raw: bytes, name: str, bos_id: int | None, add_bos: bool | None) -> tuple[bytes, TokenizerFacts]:

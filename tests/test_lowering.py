@@ -253,7 +253,7 @@ def no_methods(*args) -> dict:
     return {}
 
 
-FROM_CACHE = ("open_draft", "materialize", "write_constants", "make_tokenizer_json", "versions", "self_check")
+FROM_CACHE = ("open_draft", "materialize", "write_constants", "read_tokenizer", "versions", "self_check")
 ANEW = ("trace_methods", "run_pipeline", "compile", "write_program")
 ERRORS = (KeyboardInterrupt("broken"), OSError(errno.ENOSPC, "broken"))
 

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 from eyas.kernels.block import GRAPHS
 from eyas.models.layers import CacheGeometry, KVCache, RMSNorm, Rope, RopeSpec, attend, rotate
-from eyas.passes.blocks import Flow
+from eyas.passes.blocks import Flow, is_dense
 from eyas.passes.numerics import copy_program, differences
 from eyas.passes.outline_blocks import OutlineBlocks
 from eyas.passes.pipeline import PassError, run_pipeline
@@ -92,6 +92,10 @@ def outline(program, one=OutlineBlocks(), make=make):  # noqa: B008  a frozen da
     record = run_pipeline(program, [*parse_pipeline("share_buffers"), one])[-1]
     for ep in (*program.methods.values(), *(block.program for block in program.blocks.values())):
         check_types(ep)
+    for block in program.blocks.values():
+        named = {node.name: node.meta["val"] for node in block.program.graph.nodes}
+        signature = block.program.graph_signature
+        assert all(is_dense(named[name]) for name in (*signature.user_inputs, *signature.user_outputs))
     for method in program.methods:
         inputs = make(2), make(ROWS)
         assert_equal(results(program, *inputs, method=method), results(before, *inputs, method=method))
@@ -167,6 +171,8 @@ def layers_of_two_kinds(one):
         CHECK-NOT: aten.
         CHECK: return [%{{\w+}}]
         CHECK: block [[near]] where s0 in [1, 16]
+        CHECK: %constant_0: f32[8] = input
+        CHECK: %v0: f32[1,s0,8] = aten.
         """,
     )
 
@@ -218,9 +224,12 @@ def an_earlier_cache(m, x, pos):
     return stack(lambda m, i, x, pos: x + (x @ cache(m, i % 2).T).softmax(-1) @ cache(m, i % 2))(m, x, pos)
 
 
-def sizes_of_values(m, i, x, pos):
-    y = torch.cat([x, x], 1)
-    return simple(m, i, x, pos) + (torch.arange(y.shape[1])[None, :, None] + y).mean(1, keepdim=True)
+def sizes_of_values(m, x, pos):
+    """A table that is made of how many rows a value has, and a value's own number of rows."""
+    y = torch.cat([simple(m, 0, x, pos), x], 1)
+    rows = torch.arange(y.shape[1]).float()
+    x = stack(lambda m, i, x, pos: simple(m, i, x, pos) * rows.mean() + x.shape[1])(m, x, pos)
+    return x + y.mean()
 
 
 def order_of_a_cache(m, i, x, pos):
@@ -242,7 +251,7 @@ FOUND = {
     "features of the start": features_of_the_start,
     "an earlier cache": an_earlier_cache,
     "no value of as many rows": stack(simple, before=lambda m, x: torch.cat([m.table[None, :1, :], x], 1)),
-    "sizes of values": stack(sizes_of_values),
+    "sizes of values": sizes_of_values,
     "what nobody reads": stack(lambda m, i, x, pos: (simple(m, i, x, pos), (x @ weight(m, i)).exp())[0]),
     "order of a cache": stack(order_of_a_cache),
     "not dense": stack(transposed),
@@ -424,7 +433,7 @@ def test_a_block_takes_its_own_types_only():
     (key,) = program.blocks
     w, c, x, pos = randn(WIDTH, WIDTH), randn(LENGTH, WIDTH), *make(3)
     wrong = [
-        ([w.double()], [c], [x, pos]), ([w], [c[1:]], [x, pos]), ([w], [c], [x[0], pos]), ([w], [c], [x, pos[1:]]),
+        ([w.double()], [c], [x, pos]), ([w], [c[1:]], [x, pos]), ([w], [c], [x[..., 0], pos]), ([w], [c], [x, pos[1:]]),
         ([w], [c], [x, pos.int()]),
     ]  # fmt: skip
     with FakeTensorMode() as mode:
