@@ -7,7 +7,7 @@ other values that do not come from the stream may be read anywhere.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -198,8 +198,11 @@ class Parts:
         self.flow, self.constants = flow, set(constants)
         self.pieces = flow.pieces()
         self.rank = {node: i for i, node in enumerate(flow.ep.graph.nodes)}
-        self.sized = [n for n in self.rank if n.op == "placeholder" and plain_sizes([n])]
+        self.sized = [n for n in self.rank if n.op == "placeholder" and plain_sizes(n)]
         self._known: dict[tuple[int, int], Part] = {}
+        # what is asked of a node for each part that it is in
+        self._needed, self._plain, self._symbols = Known(self._find_needed), Known(plain_sizes), Known(symbols_of)
+        self._words = Known(words_of)
 
     def part(self, start: int, end: int) -> Part:
         """Pieces ``start`` to ``end`` (excluded) as one part."""
@@ -221,13 +224,22 @@ class Parts:
         inputs = [n for n in read if n not in self.constants]
         stale = next(filter(None, map(self._written_later, inputs)), None)
         self._supply_sizes(order, inputs, inside)
-        written_in = {storage_root(s) for n in order for s in n.all_input_nodes if is_written(n, s)}
+        writers = [n for n in order if n in self.flow.writers]
+        written_in = {storage_root(s) for n in writers for s in n.all_input_nodes if is_written(n, s)}
         if other := next((root for root in written_in if root not in self.constants), None):
             raise Uncut(f"an input of the method, %{other.name}, is written in place")
         constants = [n for n in read if n in self.constants and n not in written_in]
         written = [n for n in read if n in written_in]
-        text = describe(order, inputs, constants, written, results, self.flow.ep)
+        text = describe(order, inputs, constants, written, results, self.flow.ep, self._words)
         return Part(text, order, tuple(inputs), tuple(constants), tuple(written), tuple(results), stale)
+
+    def _find_needed(self, node: Node) -> list[Node]:
+        """What must come before a node, its arguments first."""
+        needed = list(node.all_input_nodes)
+        known = set(needed)
+        if node in self.flow.graph:
+            needed += sorted((n for n in self.flow.graph.predecessors(node) if n not in known), key=self.rank.get)
+        return needed
 
     def _written_later(self, node: Node) -> str | None:
         """Why a value cannot be handed on: what it shows is written afterwards, and a block may hand on a copy."""
@@ -257,11 +269,7 @@ class Parts:
                 yield node
                 continue
             stack.append((node, True))
-            needed = list(node.all_input_nodes)
-            known = set(needed)
-            if node in self.flow.graph:
-                needed += sorted((n for n in self.flow.graph.predecessors(node) if n not in known), key=self.rank.get)
-            for source in reversed(needed):
+            for source in reversed(self._needed[node]):
                 if source in own or source in self.flow.views:
                     stack.append((source, False))
 
@@ -269,13 +277,25 @@ class Parts:
         """Adds to ``inputs`` a tensor for each dynamic size that the part names and none of its inputs has, and one for
         each that the sizes of its values are made of.
         """
+        had = set().union(*map(self._plain.__getitem__, inputs))
+        named = set().union(*map(self._symbols.__getitem__, [*inputs, *order]))
+        at_hand = had.union(*map(self._plain.__getitem__, inside))
+
+        def supply(tensor: Node) -> None:
+            inputs.append(tensor)
+            had.update(self._plain[tensor])
+            at_hand.update(self._plain[tensor])
+            named.update(self._symbols[tensor])
+
         for node in order:
-            for source in node.all_input_nodes:
-                if is_number(source) and find_size(source, [*inputs, *inside]) is None:
-                    inputs += [t for t in sized_by(source) if t not in inputs and t not in inside]
+            for source in self._needed[node]:
+                if is_number(source) and str(source.meta["val"]) not in at_hand:
+                    for tensor in sized_by(source):
+                        if tensor not in inputs and tensor not in inside:
+                            supply(tensor)
         for tensor in self.sized:
-            if plain_sizes([tensor]) & symbols_of([*inputs, *order]) - plain_sizes(inputs):
-                inputs.append(tensor)
+            if self._plain[tensor] & named - had:
+                supply(tensor)
 
 
 def whole(ep: ExportedProgram) -> Part:
@@ -289,7 +309,7 @@ def whole(ep: ExportedProgram) -> Part:
     constants = [n for n in placeholders if n in held and n not in written]
     kept = [n for n in placeholders if n in written]
     results = [n for n in dict.fromkeys(output.all_input_nodes) if n.op == "call_function"]
-    text = describe(order, inputs, constants, kept, results, ep)
+    text = describe(order, inputs, constants, kept, results, ep, Known(words_of))
     return Part(text, tuple(order), tuple(inputs), tuple(constants), tuple(kept), tuple(results))
 
 
@@ -305,15 +325,27 @@ def needed_nodes(ep: ExportedProgram) -> set[Node]:
     return found
 
 
-def symbols_of(nodes: Iterable[Node]) -> set[str]:
-    """The dynamic sizes that the shapes of some values are made of."""
-    values = [value for node in nodes for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+class Known(dict):
+    """What a function says of each key, asked once."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self._function = function
+
+    def __missing__(self, key):
+        self[key] = found = self._function(key)
+        return found
+
+
+def symbols_of(node: Node) -> set[str]:
+    """The dynamic sizes that the shapes of a value are made of."""
+    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
     return {str(s) for v in values for d in v.shape if isinstance(d, torch.SymInt) for s in d.node.expr.free_symbols}
 
 
-def plain_sizes(nodes: Iterable[Node]) -> set[str]:
-    """The dynamic sizes that are a dimension of some values, as they are."""
-    return {str(d) for node in nodes for d in getattr(node.meta.get("val"), "shape", ()) if isinstance(d, torch.SymInt)}
+def plain_sizes(node: Node) -> set[str]:
+    """The dynamic sizes that are a dimension of a value, as they are."""
+    return {str(d) for d in getattr(node.meta.get("val"), "shape", ()) if isinstance(d, torch.SymInt)}
 
 
 def sized_by(number: Node) -> list[Node]:
@@ -339,34 +371,31 @@ def find_size(number: Node, tensors: Iterable[Node]) -> tuple[Node, int] | None:
 
 def describe(
     order: Sequence[Node], inputs: Sequence[Node], constants: Sequence[Node], written: Sequence[Node],
-    results: Sequence[Node], ep: ExportedProgram,
+    results: Sequence[Node], ep: ExportedProgram, words: Mapping[Node, tuple[str | Node, ...]],
 ) -> str:  # fmt: skip
-    """A part in words, with names that count from 0: equal parts have equal texts."""
+    """A part in words, with names that count from 0: equal parts have equal texts. ``words``: of each node."""
     symbols = Symbols()
     names: dict[Node, str] = {}
     lines = []
     for kind, group in (("constant", constants), ("written", written), ("input", inputs)):
         for i, node in enumerate(group):
             names[node] = f"{kind}_{i}"
-            lines.append(f"%{names[node]}: {layout_of(node.meta.get('val'))}")
+            lines.append(f"%{names[node]}: {words[node][0]}")
     for i, node in enumerate(order):
         names[node] = f"v{i}"
 
-    def text(value: object) -> str:
-        if isinstance(value, Node):
-            return f"%{names[value]}" if value in names else argument(value.meta["val"], PLAIN)
-        if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(map(text, value)) + "]"
-        return argument(value, PLAIN)
+    def text(word: str | Node) -> str:
+        if isinstance(word, str):
+            return word
+        return f"%{names[word]}" if word in names else argument(word.meta["val"], PLAIN)
 
     for node in order:
         if node.op == "get_attr":
             held = getattr(ep.graph_module, node.target)
             lines.append(f"%{names[node]} = {getattr(held, 'code', held)}")
-            continue
-        arguments = [text(a) for a in node.args] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
-        lines.append(f"%{names[node]}: {layout_of(node.meta.get('val'))} = {target(node)}({', '.join(arguments)})")
-    lines.append(f"return {', '.join(text(node) for node in results)}")
+        else:
+            lines.append(f"%{names[node]}: {''.join(map(text, words[node]))}")
+    lines.append(f"return {', '.join(map(text, results))}")
     body = symbols.rename("\n".join(lines))
     ranges = [
         f"{symbols.names[str(s)]} in [{r.lower}, {r.upper}]"
@@ -374,6 +403,32 @@ def describe(
         if str(s) in symbols.names
     ]
     return f"block where {', '.join(sorted(ranges))}\n{body}\n" if ranges else f"block\n{body}\n"
+
+
+def words_of(node: Node) -> tuple[str | Node, ...]:
+    """A node's type, and what it calls on what; the nodes that it reads stand for their names."""
+    words: list[str | Node] = [layout_of(node.meta.get("val"))]
+
+    def say(value: object) -> None:
+        if isinstance(value, Node):
+            words.append(value)
+        elif isinstance(value, (list, tuple)):
+            words.append("[")
+            say_all(("", one) for one in value)
+            words.append("]")
+        else:
+            words.append(argument(value, PLAIN))
+
+    def say_all(values: Iterable[tuple[str, object]]) -> None:
+        for i, (label, value) in enumerate(values):
+            words.append(f", {label}" if i else label)
+            say(value)
+
+    if node.op == "call_function":
+        words.append(f" = {target(node)}(")
+        say_all([*(("", one) for one in node.args), *((f"{key}=", value) for key, value in node.kwargs.items())])
+        words.append(")")
+    return tuple(words)
 
 
 class TracersNames(Symbols):

@@ -7,7 +7,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from eyas.passes.program import constant_nodes, given, known_equal, schema_arguments, storage_root
+from eyas.passes.program import constant_nodes, given, known_equal, may_write, schema_arguments, storage_root
 
 aten = torch.ops.aten
 KEYS = 2  # the dimension of a cache [1, G, L, D] that counts its rows
@@ -63,8 +63,7 @@ class Caches:
 def written_by(node: Node) -> set[Node]:
     """The storages that a node writes in place."""
     roots: set[Node] = set()
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:  # most nodes; a graph is looked through for each attention
+    if not may_write(node.target):
         return roots
     for argument, value in schema_arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -4,7 +4,7 @@ Nothing is recognised by its name or its shape alone: each operator between the 
 it does to ``a p + b j + c``, and an operator that is not understood is a reason to give up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,13 +74,17 @@ def causal(term: Affine) -> bool:
     return term == Affine(1, -1, 0)
 
 
-def why_not_causal(mask: Node, positions: Node, constants: Mapping[Node, Tensor]) -> str | None:
+def why_not_causal(
+    mask: Node, positions: Node, constants: Mapping[Node, Tensor], written: Collection[Node] | None = None
+) -> str | None:
     """None where row i of ``mask`` shows exactly the keys j <= ``positions[i]``; else what it shows, in words.
 
-    ``constants``: the values of the method's constant tensors.
+    ``constants``: the values of the method's constant tensors; ``written``: what ``changed_by`` finds in the method,
+    None to look now.
     """
     try:
-        read = Reader(positions, constants).read(mask)
+        written = changed_by(mask.graph.nodes) if written is None else written
+        read = Reader(positions, constants, written).read(mask)
     except NotUnderstood as error:
         return str(error)
     value = read.value
@@ -102,13 +106,17 @@ def why_not_causal(mask: Node, positions: Node, constants: Mapping[Node, Tensor]
     return f"its mask shows keys where {' and '.join(f'{term} >= 0' for term in terms)}, not where key <= position"
 
 
+def changed_by(nodes: Iterable[Node]) -> set[Node]:
+    """The storages that some nodes write in place, and may change."""
+    return set().union(*(written_by(node) for node in nodes if node.target not in HARMLESS))
+
+
 class Reader:
     """Reads nodes as functions of the row's position and the key's index."""
 
-    def __init__(self, positions: Node, constants: Mapping[Node, Tensor]):
-        self.positions, self.constants = positions, constants
+    def __init__(self, positions: Node, constants: Mapping[Node, Tensor], written: Collection[Node]):
+        self.positions, self.constants, self.written = positions, constants, written
         self.known: dict[Node, Axes] = {positions: Axes(Affine(1, 0, 0), row=0)}
-        self.written = set().union(*(written_by(n) for n in positions.graph.nodes if n.target not in HARMLESS))
 
     def read(self, node: object) -> Axes:
         if isinstance(node, bool):

@@ -12,7 +12,7 @@ from torch.fx import Node
 from eyas.kernels import sdpa_midm
 from eyas.passes.base import MethodPass, Outcome, Refusal, source_line
 from eyas.passes.cache_proof import Caches, Written
-from eyas.passes.mask_proof import why_not_causal
+from eyas.passes.mask_proof import changed_by, why_not_causal
 from eyas.passes.masked_sdpa import Call, put_kernel
 from eyas.passes.program import (
     constant_nodes,
@@ -65,12 +65,12 @@ class MidmSdpa(MethodPass):
         outcome, specs = Outcome(), dict(constant_specs(ep))
         written = mutated_buffers(ep)
         constants = {n: constant_value(ep, specs[c]) for c, n in constant_nodes(ep).items() if c not in written}
-        caches = Caches(ep)
+        caches, changed = Caches(ep), changed_by(ep.graph.nodes)
         for node in list(ep.graph.nodes):
             if node.op != "call_function" or node.target is not aten.scaled_dot_product_attention.default:
                 continue
             call = Call.of(node)
-            proof = prove(ep, call, node, caches, constants, self.max_m)
+            proof = prove(ep, call, node, caches, constants, changed, self.max_m)
             if isinstance(proof, str):
                 outcome.refusals.append(Refusal(method, source_line(node), proof))
                 continue
@@ -90,8 +90,9 @@ class Proof:
 
 
 def prove(
-    ep: ExportedProgram, call: Call, node: Node, caches: Caches, constants: Mapping[Node, Tensor], max_m: int
-) -> Proof | str:
+    ep: ExportedProgram, call: Call, node: Node, caches: Caches, constants: Mapping[Node, Tensor], changed: set[Node],
+    max_m: int,
+) -> Proof | str:  # fmt: skip
     """The proof that the kernel computes what ``node`` does, or the reason why there is none."""
     q = call.q.meta["val"]
     if call.dropout:
@@ -126,7 +127,7 @@ def prove(
         return f"the cache was written at {list(k.positions.meta['val'].shape)} positions for {q.shape[2]} rows"
     if k.positions.op == "call_function" and k.positions.target in MODULO:
         return f"its cache is a ring: it is written at %{k.positions.name} = {k.positions.target}"
-    if reason := why_not_causal(call.mask, k.positions, constants):
+    if reason := why_not_causal(call.mask, k.positions, constants, changed):
         return reason
     if any(cache.value.meta["val"].dtype != q.dtype for cache in found):
         return f"the query is {q.dtype}, its caches are not"

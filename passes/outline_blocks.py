@@ -156,7 +156,8 @@ def block_of(part: Part, ep: ExportedProgram) -> Block:
     )
     in_spec = tree_flatten((tuple(inputs), {}))[1]
     call = ModuleCallSignature(list(inputs), list(outputs), in_spec, tree_flatten(tuple(outputs))[1])
-    ranges = {s: r for s, r in ep.range_constraints.items() if str(s) in symbols_of(placeholders)}
+    symbols = set().union(*map(symbols_of, placeholders))
+    ranges = {s: r for s, r in ep.range_constraints.items() if str(s) in symbols}
     made = ExportedProgram(
         module, module.graph, signature, {}, ranges, [ModuleCallEntry("", call)], verifiers=ep.verifiers
     )

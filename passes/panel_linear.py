@@ -4,25 +4,23 @@ rows.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
 from torch.fx import Node
 
 from eyas.kernels import panel_linear
 from eyas.passes.base import Outcome, Pass, Refusal, source_line
 from eyas.passes.program import (
     Derived,
+    Edits,
     Program,
-    add_constant,
     constant_nodes,
     given,
     mutated_buffers,
-    remove_unused_constants,
-    replace_node,
 )
 from eyas.passes.types import Types
 
@@ -63,23 +61,25 @@ class PanelLinear(Pass):
         values = program.constants()
         types: dict[str, Types] = defaultdict(Types)
         groups, outcome.refusals = tables(program)
-        for weight, group in groups.items():
-            if not any(use.form.product for use in group):
-                continue
-            shared = refuse_table(weight, group, nodes, written)
-            reasons = [(use, reason) for use in group for reason in [shared or use.refuse()] if reason]
-            if reasons:
-                outcome.refusals += [Refusal(use.method, source_line(use.node), reason) for use, reason in reasons]
-                continue
-            for use in group:
-                use.rewrite(program, nodes[use.method], values, types[use.method])
-                outcome.rewrites += 1
-            for method, ep in program.methods.items():  # at once: no weight stays in memory beside its panels
-                old = {name for use in group if use.method == method for name in use.tensors.values()}
-                remove_unused_constants(ep, {name: nodes[method][name] for name in old})
-            for name in {name for use in group for name in use.tensors.values()}:
-                if not any(name in ep.state_dict or name in ep.constants for ep in program.methods.values()):
-                    del values[name]
+        with ExitStack() as stack:
+            edits = {method: stack.enter_context(Edits(ep)) for method, ep in program.methods.items()}
+            for weight, group in groups.items():
+                if not any(use.form.product for use in group):
+                    continue
+                shared = refuse_table(weight, group, nodes, written)
+                reasons = [(use, reason) for use in group for reason in [shared or use.refuse()] if reason]
+                if reasons:
+                    outcome.refusals += [Refusal(use.method, source_line(use.node), reason) for use, reason in reasons]
+                    continue
+                for use in group:
+                    use.rewrite(program, edits[use.method], nodes[use.method], values, types[use.method])
+                    outcome.rewrites += 1
+                for method, edit in edits.items():  # at once: no weight stays in memory beside its panels
+                    old = {name for use in group if use.method == method for name in use.tensors.values()}
+                    edit.remove_unused({name: nodes[method][name] for name in old})
+                for name in {name for use in group for name in use.tensors.values()}:
+                    if not any(name in ep.state_dict or name in ep.constants for ep in program.methods.values()):
+                        del values[name]
         return outcome
 
 
@@ -88,7 +88,6 @@ class Use:
     """One node that reads a weight: ``form`` is its row in ``FORMS``; ``tensors`` names the constants of the format."""
 
     method: str
-    ep: ExportedProgram
     node: Node
     form: "Form"
     tensors: dict[str, str]  # role -> constant's name
@@ -102,18 +101,20 @@ class Use:
                 return f"its input {list(x.shape)} has more than one symbolic dimension"
         return panel_linear.supports(value.dtype)
 
-    def rewrite(self, program: Program, nodes: dict[str, Node], values: dict[str, Tensor], types: Types) -> None:
+    def rewrite(
+        self, program: Program, edits: Edits, nodes: dict[str, Node], values: dict[str, Tensor], types: Types
+    ) -> None:
         """Puts the panel kernel in the node's place. ``nodes``: placeholders of the method's constants; ``values``: of
-        the program's. Both gain the packed constants. ``types``: the method's.
+        the program's. Both gain the packed constants. ``edits``, ``types``: the method's.
         """
-        graph, node = self.ep.graph, self.node
+        graph, node = edits.ep.graph, self.node
         old, new = {role: nodes[name] for role, name in self.tensors.items()}, []
         for name, derived in self.form.pack(self.tensors):
             if name not in values:
                 values[name] = derived.compute(values)
                 program.derived[name] = derived
             if name not in nodes:
-                nodes[name] = add_constant(self.ep, name, values[name], old["weight"])
+                nodes[name] = edits.add_constant(name, values[name], old["weight"])
             new.append(nodes[name])
         mode = node.meta["val"].fake_mode
         with graph.inserting_before(node):
@@ -125,7 +126,7 @@ class Use:
                 return made
 
             result = self.form.emit(emit, node, new, old["weight"].meta["val"].shape)
-        replace_node(self.ep, node, result)
+        edits.replace(node, result)
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def tables(program: Program) -> tuple[dict[str, list[Use]], list[Refusal]]:
             computed = [role for role, value in arguments.items() if value not in names]
             if not computed:
                 tensors = {role: names[value] for role, value in arguments.items()}
-                groups[tensors["weight"]].append(Use(method, ep, node, form, tensors))
+                groups[tensors["weight"]].append(Use(method, node, form, tensors))
             elif form.product:
                 refusals.append(Refusal(method, source_line(node), f"its {computed[0]} is computed, not a constant"))
     return groups, refusals

@@ -173,44 +173,69 @@ def constant_nodes(ep: ExportedProgram) -> dict[str, Node]:
     return {name: nodes[spec.arg.name] for name, spec in constant_specs(ep)}
 
 
-def add_constant(ep: ExportedProgram, name: str, value: Tensor, before: Node) -> Node:
-    """A new buffer of a method, as a placeholder just before ``before`` (a constant's). Returns its node."""
-    with ep.graph.inserting_before(before):
-        node = ep.graph.placeholder("b_" + name.replace(".", "_"))
-    node.target = node.name  # the graph makes a node's name unique, not that of the function's argument
-    mode = before.meta["val"].fake_mode
-    node.meta["val"] = mode.from_tensor(value, static_shapes=True)
-    position = next(i for i, spec in enumerate(ep.graph_signature.input_specs) if spec.arg.name == before.name)
-    spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
-    ep.graph_signature.input_specs.insert(position, spec)
-    ep.state_dict[name] = value
-    return node
+class Edits:
+    """Many changes of one method. Its signatures, each as long as the method, follow once: when the ``with`` ends."""
+
+    def __init__(self, ep: ExportedProgram):
+        self.ep = ep
+        self._added: dict[str, InputSpec] = {}
+        self._removed: set[str] = set()
+        self._renamed: dict[str, str] = {}
+
+    def __enter__(self) -> "Edits":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._added or self._removed:
+            specs = {spec.arg.name: spec for spec in self.ep.graph_signature.input_specs} | self._added
+            placeholders = [node.name for node in self.ep.graph.nodes if node.op == "placeholder"]
+            self.ep.graph_signature.input_specs[:] = [specs[name] for name in placeholders]
+        for call in self.ep.module_call_graph:  # of submodules whose signature was to be preserved
+            for argument in (*call.signature.inputs, *call.signature.outputs) if call.signature is not None else ():
+                while getattr(argument, "name", None) in self._renamed:
+                    argument.name = self._renamed[argument.name]
+
+    def add_constant(self, name: str, value: Tensor, before: Node) -> Node:
+        """A new buffer, as a placeholder just before ``before`` (a constant's). Returns its node."""
+        with self.ep.graph.inserting_before(before):
+            node = self.ep.graph.placeholder("b_" + name.replace(".", "_"))
+        node.target = node.name  # the graph makes a node's name unique, not that of the function's argument
+        with before.meta["val"].fake_mode:
+            node.meta["val"] = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )  # fmt: skip
+        self._added[node.name] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
+        self.ep.state_dict[name] = value
+        return node
+
+    def replace(self, old: Node, new: Node) -> None:
+        """Puts ``new`` in the place of ``old``, and erases ``old``."""
+        if any(user.op == "output" for user in old.users):
+            self.ep.graph_signature.replace_all_uses(old.name, new.name)
+        old.replace_all_uses_with(new)
+        self._renamed[old.name] = new.name
+        self.ep.graph.erase_node(old)
+
+    def remove_unused(self, nodes: Mapping[str, Node]) -> None:
+        """Drops those of some constants, by name, that nothing in the method reads."""
+        for name, node in nodes.items():
+            if not node.users:
+                self.ep.graph.erase_node(node)
+                self.ep.state_dict.pop(name, None)
+                self.ep.constants.pop(name, None)
+                self._removed.add(node.name)
 
 
 def replace_node(ep: ExportedProgram, old: Node, new: Node) -> None:
     """Puts ``new`` in the place of ``old``, in the graph and in the method's signatures, and erases ``old``."""
-    if any(user.op == "output" for user in old.users):
-        ep.graph_signature.replace_all_uses(old.name, new.name)
-    old.replace_all_uses_with(new)
-    for call in ep.module_call_graph:  # of submodules whose signature was to be preserved
-        for argument in (*call.signature.inputs, *call.signature.outputs) if call.signature is not None else ():
-            if getattr(argument, "name", None) == old.name:
-                argument.name = new.name
-    ep.graph.erase_node(old)
+    with Edits(ep) as edits:
+        edits.replace(old, new)
 
 
-def remove_unused_constants(ep: ExportedProgram, nodes: Mapping[str, Node] | None = None) -> None:
-    """Drops the constants that nothing in the method reads. ``nodes``: placeholders of those to look at, by name; None
-    looks at all.
-    """
-    nodes = constant_nodes(ep) if nodes is None else nodes
-    unused = {name: node for name, node in nodes.items() if not node.users}
-    for name, node in unused.items():
-        ep.graph.erase_node(node)
-        ep.state_dict.pop(name, None)
-        ep.constants.pop(name, None)
-    specs = ep.graph_signature.input_specs
-    specs[:] = [spec for spec in specs if spec.kind not in CONSTANT_KINDS or spec.target not in unused]
+def remove_unused_constants(ep: ExportedProgram) -> None:
+    """Drops the constants that nothing in the method reads."""
+    with Edits(ep) as edits:
+        edits.remove_unused(constant_nodes(ep))
 
 
 def known_equal(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:

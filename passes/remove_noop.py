@@ -8,7 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from eyas.passes.base import MethodPass, Outcome
-from eyas.passes.program import given, known_equal, replace_node, storage_root, written_roots
+from eyas.passes.program import Edits, given, known_equal, storage_root, written_roots
 
 aten = torch.ops.aten
 
@@ -40,16 +40,17 @@ class RemoveNoop(MethodPass):
 
     def run_method(self, method: str, ep: ExportedProgram) -> Outcome:
         outcome, kept = Outcome(), written_roots(ep) | handed_out(ep)
-        for node in list(ep.graph.nodes):
-            if node.op != "call_function":
-                continue
-            if node.target in CHECKS and known(node):
-                ep.graph.erase_node(node)
-            elif (node.target in CASTS or node.target in SHAPES) and is_identity(node, kept):
-                replace_node(ep, node, given(node, 0))
-            else:
-                continue
-            outcome.rewrites += 1
+        with Edits(ep) as edits:
+            for node in list(ep.graph.nodes):
+                if node.op != "call_function":
+                    continue
+                if node.target in CHECKS and known(node):
+                    ep.graph.erase_node(node)
+                elif (node.target in CASTS or node.target in SHAPES) and is_identity(node, kept):
+                    edits.replace(node, given(node, 0))
+                else:
+                    continue
+                outcome.rewrites += 1
         return outcome
 
 
