@@ -55,7 +55,7 @@ def export_once(
     module: nn.Module, args: Sequence[Tensor], shapes: Sequence[Mapping], rows: Dim
 ) -> ExportedProgram | None:
     """As ``torch.export.export(module, args, dynamic_shapes=shapes, strict=False)``; None where no part of ``module``
-    repeats. ``rows``: the only dynamic dimension. Raises what tracing raises.
+    repeats. ``rows``: the only dynamic dimension. The graph is yet to be recompiled. Raises what tracing raises.
     """
     groups = equal_members(module)
     if not groups:
@@ -262,12 +262,15 @@ def stub_of(member: nn.Module, kind: Kind) -> Callable:
 def inline(ep: ExportedProgram, kinds: Mapping[str, Kind]) -> None:
     """Puts the nodes of a kind in the place of each node that stands for one."""
     types = Types()
+    known: dict[object, list[object]] = {}  # what a kind makes of inputs of some types, node by node
     for call in [node for node in ep.graph.nodes if node.target is BLOCK]:
         key, *groups = call.args
         graph = kinds[key].graph.graph
         given = iter([node for group in groups for node in group])
         new: dict[Node, Node] = {}
         mode = groups[-1][0].meta["val"].fake_mode
+        alike = (key, key_of([[node.meta["val"] for node in group] for group in groups]))
+        values, made_before = [], iter(known.get(alike, ()))
         with ep.graph.inserting_before(call):
             for node in graph.nodes:
                 if node.op == "placeholder":
@@ -276,10 +279,14 @@ def inline(ep: ExportedProgram, kinds: Mapping[str, Kind]) -> None:
                     made = new[node] = ep.graph.node_copy(node, new.__getitem__)
                     made.meta = {"nn_module_stack": call.meta.get("nn_module_stack")}
                     made.meta |= {k: v for k, v in node.meta.items() if k == "stack_trace"}
-                    made.meta["val"] = types.result(made.target, made.args, made.kwargs, mode)
+                    if alike in known:
+                        made.meta["val"] = next(made_before)
+                    else:
+                        made.meta["val"] = types.result(made.target, made.args, made.kwargs, mode)
+                    values.append(made.meta["val"])
                 else:
                     results = [new[result] for result in node.args[0]]
         for piece in list(call.users):
             replace_node(ep, piece, results[piece.args[1]])
         ep.graph.erase_node(call)
-    ep.graph_module.recompile()
+        known[alike] = values
