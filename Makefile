@@ -7,11 +7,12 @@ DEMO := $(BUILD)/gemma3_270m
 PROMPT ?= The history of falconry begins
 TOKENS ?= 128
 
-.PHONY: demo test lint clean help
+.PHONY: demo test test-gpu lint clean help
 
 help:
 	@echo 'make demo    install, lower Gemma 3 270M for cpu, stream text'
 	@echo 'make test    lint and run the whole suite'
+	@echo 'make test-gpu  run the tests of the CUDA kernels on a GPU, with the python that PYTHON names'
 	@echo 'make clean   remove what demo and test made here (compiled code stays in the user cache)'
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
@@ -37,6 +38,10 @@ lint: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --confcutdir tests/cuda tests/cuda
+
+test-gpu:
+	$(PYTHON) -m pytest --confcutdir tests/cuda --durations 5 tests/cuda
 
 clean:
 	rm -rf $(VENV) $(BUILD) .pytest_cache .ruff_cache .hypothesis eyas.egg-info

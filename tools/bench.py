@@ -1,6 +1,6 @@
 """Measures what the README states. Every figure is a median of repeated runs, beside its peer in the same run.
 
-python -m eyas.tools.bench kernels
+python -m eyas.tools.bench kernels [--device cuda]
 python -m eyas.tools.bench identity DIR
 python -m eyas.tools.bench eager DIR
 python -m eyas.tools.bench quant
@@ -19,8 +19,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
     p.add_argument("--stats-json", type=Path, help="also write the figures to this file")
     commands = p.add_subparsers(dest="command", required=True)
-    kernels = commands.add_parser("kernels", help="cpu kernels against torch's, for each projection of the 270M model")
-    kernels.add_argument("--rows", default="1,2,5,8,64", help="numbers of rows (default 1,2,5,8,64)")
+    kernels = commands.add_parser("kernels", help="kernels against others', for each projection of the models")
+    kernels.add_argument("--rows", help="numbers of rows (default 1,2,5,8,64; on cuda 1,2,4,5,8,16)")
+    kernels.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default cpu)")
     identity = commands.add_parser("identity", help="speculative against greedy text, bits of rows, and eager text")
     identity.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     identity.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
@@ -56,12 +57,14 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     check_writable(args.stats_json)
     if args.command == "kernels":
-        parts = args.rows.split(",")
+        parts = (args.rows or {"cpu": "1,2,5,8,64", "cuda": "1,2,4,5,8,16"}[args.device]).split(",")
         if bad := [part for part in parts if not part.strip().isdecimal() or int(part) < 1]:
             raise ValueError(f"--rows takes comma-separated numbers of at least 1, got {bad[0]!r}")
-        from eyas.tools.bench_kernels import bench_kernels as measure
-
         rows = [int(part) for part in parts]
+        if args.device == "cuda":
+            from eyas.tools.bench_cuda_kernels import bench_cuda_kernels as measure
+        else:
+            from eyas.tools.bench_kernels import bench_kernels as measure
         figures = measure(rows)
     elif args.command == "identity":
         from eyas.tools.bench_program import bench_identity

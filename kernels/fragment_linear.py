@@ -1,0 +1,431 @@
+"""Linear layers on CUDA over 4-bit weights stored as the tensor core's own fragments: one pass over the weights for
+1 to 16 rows, and bits that do not depend on how many rows there are.
+
+A 32-bit word holds the eight weights that a thread of ``mma.m16n8k16`` needs of a 16x16 tile, and a thread's words of
+a unit are 16 contiguous bytes, so weights reach the tensor core without a change of layout. Rotating a word and one
+``lop3`` make two weights into the bfloat16 numbers ``16 + q``, exactly; the group's scale and offset are applied to the
+float32 sums:
+
+    sum_k (q * scale + offset) * x  =  scale * (sum_k (16 + q) * x - 16 * sum_k x)  +  offset * sum_k x
+
+so no weight is ever rounded. Units of the input width go round over a tile's warps, whose sums are added in their
+order, and those of the splits in theirs: one order for every number of rows.
+
+Dimensions: T tiles of outputs, U units of columns, R fragments of a tile, W warps, M rows of x, N outputs, K inputs.
+Weights of a fragment: ``q`` thread of a quad, ``g`` quad of a warp, ``rh`` and ``kh`` half of the rows and columns,
+``s`` step of 16 columns, ``e`` column of a pair, ``t`` the rest of a unit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eyas.kernels.int4_linear import unpack_nibbles
+
+GROUP_SIZES = (32, 64, 128, 256)
+MAX_ROWS = 16  # rows of x: what two fragments of the tensor core take
+UNIT_WEIGHTS = 1024  # weights of a unit: 32 threads x 4 words x 8
+TILE = 64  # outputs of a tile: what a warp has registers for
+SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ASM = not triton.knobs.runtime.interpret  # the interpreter knows no assembly, and has no bfloat16 products
+wrap = torch.library.wrap_triton if ASM else lambda kernel: kernel
+
+
+def supports(group_size: int, dtype: torch.dtype, rows: int) -> str | None:
+    """Why calls of at most ``rows`` rows of ``dtype`` have no kernel here, or None if they have one."""
+    if group_size not in GROUP_SIZES:
+        return f"group size {group_size} has no kernel; allowed: {', '.join(map(str, GROUP_SIZES))}"
+    if dtype != torch.bfloat16:
+        return f"activations are {dtype}; the kernel takes torch.bfloat16"
+    if rows > MAX_ROWS:
+        return f"a call has up to {rows} rows; the kernel takes {MAX_ROWS}"
+    return None
+
+
+def exact_dtype(*tensors: Tensor) -> torch.dtype:
+    """The narrowest of ``SCALE_DTYPES`` that holds every number of the float32 ``tensors`` as it is."""
+    for dtype in SCALE_DTYPES[:-1]:
+        if all(torch.equal(tensor.to(dtype).float(), tensor) for tensor in tensors):
+            return dtype
+    return torch.float32
+
+
+def unit_columns(group_size: int) -> int:
+    """Columns of a unit: it lies within one group, so it has one scale a row."""
+    return min(64, group_size)
+
+
+def pack_fragments(qweight: Tensor, in_features: int, group_size: int, tile: int = TILE) -> Tensor:
+    """Nibbles of ``eyas::int4_linear``, uint8 ``[N, C]`` -> int32 ``[T, U, R, 32, 4]``, rows and columns past the end
+    zero; ``tile``: outputs of a tile, a multiple of 32.
+    """
+    columns = unit_columns(group_size)
+    n_tiles, n_units = -(-qweight.shape[0] // tile), -(-in_features // columns)
+    q = unpack_nibbles(qweight)[:, :in_features]
+    q = torch.nn.functional.pad(q, (0, n_units * columns - q.shape[1], 0, n_tiles * tile - q.shape[0])).int()
+    if columns == 64:  # 16 rows x 64 columns: t is half of the columns
+        q = q.view(n_tiles, tile // 16, 2, 8, n_units, 2, 4, 2, 2, 2)  # T R rh g U t q s kh e
+        q = q.permute(0, 4, 1, 3, 6, 5, 7, 9, 8, 2)  # T U R g q t s e kh rh
+    else:  # 32 rows x 32 columns: t is half of the rows
+        q = q.view(n_tiles, tile // 32, 2, 2, 8, n_units, 4, 2, 2, 2)  # T R t rh g U q s kh e
+        q = q.permute(0, 5, 1, 4, 6, 2, 7, 9, 8, 3)  # T U R g q t s e kh rh
+    q = q.reshape(n_tiles, n_units, -1, 32, 4, 8).long()
+    word = (q << torch.arange(0, 32, 4, device=q.device)).sum(-1)
+    word = (word << 3 | word >> 29) & 0xFFFFFFFF  # rotated, so that the first fields lie where bfloat16 wants them
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).int().contiguous()
+
+
+def unpack_fragments(fragments: Tensor, out_features: int, in_features: int, group_size: int) -> Tensor:
+    """The inverse of ``pack_fragments``: int32 ``[T, U, R, 32, 4]`` -> uint8 ``[out_features, in_features]`` 0..15."""
+    n_tiles, n_units, n_fragments = fragments.shape[:3]
+    word = fragments.long() & 0xFFFFFFFF
+    word = (word >> 3 | word << 29) & 0xFFFFFFFF
+    q = word.unsqueeze(-1) >> torch.arange(0, 32, 4, device=word.device) & 15
+    q = q.view(n_tiles, n_units, n_fragments, 8, 4, 2, 2, 2, 2, 2)  # T U R g q t s e kh rh
+    order = (0, 2, 9, 3, 1, 5, 4, 6, 8, 7) if unit_columns(group_size) == 64 else (0, 2, 5, 9, 3, 1, 4, 6, 8, 7)
+    q = q.permute(order).reshape(n_tiles * n_fragments * (UNIT_WEIGHTS // unit_columns(group_size)), -1)
+    return q[:out_features, :in_features].to(torch.uint8)
+
+
+def pack_scales(scales: Tensor, tile: int = TILE) -> Tensor:
+    """``[N, groups]`` of any dtype -> ``[T, groups, 8, tile / 8]``: what a thread needs of a group is contiguous."""
+    n, groups = scales.shape
+    n_tiles = -(-n // tile)
+    scales = torch.nn.functional.pad(scales, (0, 0, 0, n_tiles * tile - n)).view(n_tiles, tile // 8, 8, groups)
+    return scales.permute(0, 3, 2, 1).contiguous()
+
+
+def unpack_scales(packed: Tensor, out_features: int) -> Tensor:
+    """The inverse of ``pack_scales``: ``[T, groups, 8, tile / 8]`` -> ``[out_features, groups]``."""
+    return packed.permute(0, 3, 2, 1).flatten(0, 2)[:out_features]
+
+
+@triton.jit
+def _unpack(words, ASM: tl.constexpr):
+    """int32 ``[..., 4]`` words of a lane -> bfloat16 ``[..., 4, 2, 2, 2]`` numbers 16 + q.
+
+    Of the four numbers of a lane's axis, an even one is the lower half of a register and an odd one the upper.
+    """
+    if ASM:
+        y0, y1, y2, y3, y4, y5, y6, y7 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            lop3.b32 $0, $8, 0x00780078, 0x41804180, 0xea;
+            shf.r.wrap.b32 t, $8, $8, 4;
+            lop3.b32 $1, t, 0x00780078, 0x41804180, 0xea;
+            shf.r.wrap.b32 t, $8, $8, 8;
+            lop3.b32 $2, t, 0x00780078, 0x41804180, 0xea;
+            shf.r.wrap.b32 t, $8, $8, 12;
+            lop3.b32 $3, t, 0x00780078, 0x41804180, 0xea;
+            lop3.b32 $4, $9, 0x00780078, 0x41804180, 0xea;
+            shf.r.wrap.b32 t, $9, $9, 4;
+            lop3.b32 $5, t, 0x00780078, 0x41804180, 0xea;
+            shf.r.wrap.b32 t, $9, $9, 8;
+            lop3.b32 $6, t, 0x00780078, 0x41804180, 0xea;
+            shf.r.wrap.b32 t, $9, $9, 12;
+            lop3.b32 $7, t, 0x00780078, 0x41804180, 0xea;
+            }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+        halves = tl.join(tl.join(tl.join(y0, y4), tl.join(y2, y6)), tl.join(tl.join(y1, y5), tl.join(y3, y7)))
+    else:  # the same for the interpreter, which knows no assembly
+        word = words.to(tl.uint32, bitcast=True)
+        word = (word >> 3) | (word << 29)
+        # the pair of words [..., t, s] gives the numbers [..., t, e, s, kh, rh]
+        A: tl.constexpr = word.shape[0]
+        B: tl.constexpr = word.shape[1]
+        C: tl.constexpr = word.shape[2] // 4
+        even, odd = tl.split(tl.reshape(word, [A, B, C, 2, 2]))
+        pair = tl.join(even, odd)  # [A, B, C, t, s]
+        e = tl.arange(0, 2)[None, None, None, None, :, None, None, None] * 16
+        kh = tl.arange(0, 2)[None, None, None, None, None, None, :, None] * 8
+        rh = tl.arange(0, 2)[None, None, None, None, None, None, None, :] * 4
+        q = (tl.reshape(pair, [A, B, C, 2, 1, 2, 1, 1]) >> (e + kh + rh).to(tl.uint32)) & 15
+        halves = q.to(tl.float32) + 16.0
+    return halves
+
+
+@triton.jit
+def _fragments(words, WARPS: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr, ASM: tl.constexpr):
+    """Words of a unit a warp, int32 ``[W, R, 128]`` -> its numbers 16 + q, bfloat16 ``[W, TILE, COLUMNS]``."""
+    a = tl.reshape(_unpack(words, ASM), [WARPS, R, 8, 4, 2, 2, 2, 2, 2])  # W R g q t e s kh rh
+    if COLUMNS == 64:
+        a = tl.permute(a, [0, 1, 8, 2, 4, 7, 3, 6, 5])  # W R rh g | t kh q s e
+    else:
+        a = tl.permute(a, [0, 1, 4, 8, 2, 7, 3, 6, 5])  # W R t rh g | kh q s e
+    return tl.reshape(a, [WARPS, R * 1024 // COLUMNS, COLUMNS])
+
+
+@triton.jit
+def _rows(x, TILES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """x of a unit a lane, ``[L, C, ROWS / 8, 256]`` -> twice ``[W, COLUMNS, ROWS]``: columns in the order of
+    ``_fragments``, and in that of a product with something of 16 bits."""
+    x = tl.reshape(x, [1, LANES, COLUMNS // 32, ROWS // 8, 8, 4, 2, 2, 2])  # . L c mh ml q s kh e
+    x = tl.broadcast_to(x, [TILES, LANES, COLUMNS // 32, ROWS // 8, 8, 4, 2, 2, 2])
+    b = tl.permute(x, [0, 1, 2, 7, 5, 6, 8, 3, 4])
+    any_order = tl.permute(x, [0, 1, 2, 6, 7, 5, 8, 3, 4])
+    shape: tl.constexpr = [TILES * LANES, COLUMNS, ROWS]
+    return tl.reshape(b, shape), tl.reshape(any_order, shape)
+
+
+@triton.jit(do_not_specialize=["M"])
+def fragment_kernel(
+    x_ptr, words_ptr, scales_ptr, offsets_ptr, out_ptr, M,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    OFFSETS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """``TILES`` tiles of outputs, of one split of the input width; a warp a tile and lane of units.
+
+    ``ROWS``: M rounded up to 8 or 16. The lanes take ``PARTS`` units each in turn.
+    """
+    COLUMNS: tl.constexpr = min(64, GROUP)
+    UNITS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    PER_GROUP: tl.constexpr = min(GROUP // COLUMNS, PARTS)  # units of a part that have one scale
+    TURNS: tl.constexpr = (UNITS + PARTS - 1) // PARTS
+    PER_SPLIT: tl.constexpr = (TURNS + SPLITS - 1) // SPLITS
+    STEPS: tl.constexpr = (PER_SPLIT + LANES - 1) // LANES
+    EVEN: tl.constexpr = PER_SPLIT % LANES == 0 and UNITS % (SPLITS * PARTS) == 0
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    N_TILES: tl.constexpr = (N + TILE - 1) // TILE
+    WARPS: tl.constexpr = TILES * LANES
+    R: tl.constexpr = TILE * COLUMNS // 1024
+    SIZE: tl.constexpr = R * 128  # words of a unit
+    tl.static_assert(PARTS % PER_GROUP == 0)
+    first = tl.program_id(1) * PER_SPLIT
+    end = tl.minimum((first + PER_SPLIT) * PARTS, UNITS)
+    lane = first + tl.arange(0, LANES)
+    warp = first + tl.arange(0, WARPS) % LANES
+    tile = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, WARPS) // LANES, N_TILES - 1)
+    # The last dimension of a load goes over the threads of a warp, the first one over the warps.
+    word = tl.arange(0, R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    words_ptr += tile.to(tl.int64)[:, None, None] * (UNITS * SIZE) + word
+    scale = (tile * (GROUPS * TILE))[:, None] + tl.arange(0, TILE)[None, :]
+    entry = tl.arange(0, 256)[None, None, None, :]
+    row = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + entry // 32
+    column = tl.arange(0, COLUMNS // 32)[None, :, None, None] * 32 + entry % 32
+    acc = tl.zeros([WARPS, TILE, ROWS], tl.float32)
+    bias = tl.full([WARPS, 16, COLUMNS], -16.0 if OFFSETS else -24.0, tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        for part in tl.static_range(0, PARTS, PER_GROUP):
+            unit = (warp + step * LANES) * PARTS + part
+            group = tl.minimum(unit * COLUMNS // GROUP, GROUPS - 1)[:, None] * TILE
+            if EVEN:
+                scales = tl.load(scales_ptr + scale + group)
+                if OFFSETS:
+                    offsets = tl.load(offsets_ptr + scale + group)
+            else:
+                scales = tl.load(scales_ptr + scale + group, mask=(unit < end)[:, None], other=0.0)
+                if OFFSETS:
+                    offsets = tl.load(offsets_ptr + scale + group, mask=(unit < end)[:, None], other=0.0)
+            sums = tl.zeros([WARPS, 16, ROWS], tl.float32)
+            a = ()
+            b = ()
+            for member in tl.static_range(PER_GROUP):
+                at = ((lane + step * LANES) * PARTS + part + member)[:, None, None, None] * COLUMNS + column
+                known = row < M
+                if EVEN:
+                    words = tl.load(words_ptr + (unit + member)[:, None, None] * SIZE)
+                else:
+                    inside = (unit + member < end)[:, None, None]
+                    words = tl.load(words_ptr + (unit + member)[:, None, None] * SIZE, mask=inside, other=0)
+                    known &= at < end * COLUMNS
+                if K % COLUMNS != 0:
+                    known &= at < K
+                x = tl.load(x_ptr + row * K + at, mask=known, other=0.0)
+                if not ASM:
+                    x = x.to(tl.float32)
+                ordered, any_order = _rows(x, TILES, LANES, COLUMNS, ROWS)
+                a = a + (words,)  # noqa: RUF005  what the language has
+                b = b + (ordered,)  # noqa: RUF005
+                # [W, 16, M], equal rows: where the tensor core has its sums
+                sums = tl.dot(bias.to(x.dtype), any_order, acc=sums)
+            sums = tl.broadcast_to(tl.reshape(sums, [WARPS, 1, 16, ROWS]), [WARPS, TILE // 16, 16, ROWS])
+            sums = tl.reshape(sums, [WARPS, TILE, ROWS])
+            products = sums
+            for member in tl.static_range(PER_GROUP):
+                products = tl.dot(_fragments(a[member], WARPS, R, COLUMNS, ASM), b[member], acc=products)
+            scales = tl.permute(tl.reshape(scales.to(tl.float32), [WARPS, 8, TILE // 8]), [0, 2, 1])
+            acc += products * tl.reshape(scales, [WARPS, TILE])[:, :, None]
+            if OFFSETS:  # sums are those of x times -16
+                offsets = offsets.to(tl.float32) * -0.0625
+                offsets = tl.permute(tl.reshape(offsets, [WARPS, 8, TILE // 8]), [0, 2, 1])
+                acc += sums * tl.reshape(offsets, [WARPS, TILE])[:, :, None]
+    out = tl.reshape(tl.sum(tl.reshape(acc, [TILES, LANES, TILE, ROWS]), 1), [TILES * TILE, ROWS])
+    n = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)[:, None]
+    m = tl.arange(0, ROWS)[None, :]
+    out_ptr += tl.program_id(1) * (M * N)
+    tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+
+
+@triton.jit(do_not_specialize=["size"])
+def add_splits_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums float32 ``[SPLITS, size]`` in the order of the splits."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts_ptr + at, mask=at < size, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts_ptr + split * size + at, mask=at < size, other=0.0)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def dequantize_kernel(
+    words_ptr, scales_ptr, offsets_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, UNITS_AT_ONCE: tl.constexpr,
+    OFFSETS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Some units of a tile as numbers of ``out``'s dtype, ``[N, K]``."""
+    COLUMNS: tl.constexpr = min(64, GROUP)
+    UNITS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    R: tl.constexpr = TILE * COLUMNS // 1024
+    tile = tl.program_id(0)
+    unit = tl.program_id(1) * UNITS_AT_ONCE + tl.arange(0, UNITS_AT_ONCE)
+    word = tl.arange(0, R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    words_ptr += (tile.to(tl.int64) * UNITS + unit[:, None, None]) * (R * 128)
+    words = tl.load(words_ptr + word, mask=unit[:, None, None] < UNITS, other=0)
+    group = tl.minimum(unit * COLUMNS // GROUP, GROUPS - 1)
+    scale = (tile * GROUPS + group)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    scales = tl.load(scales_ptr + scale).to(tl.float32)
+    q = tl.reshape(
+        _unpack(words, ASM).to(tl.float32) - 16, [UNITS_AT_ONCE, R, 8, 4, 2, 2, 2, 2, 2]
+    )  # U R g q t e s kh rh
+    if COLUMNS == 64:
+        q = tl.permute(q, [0, 1, 8, 2, 4, 3, 6, 7, 5])  # U R rh g | t q s kh e
+    else:
+        q = tl.permute(q, [0, 1, 4, 8, 2, 3, 6, 7, 5])  # U R t rh g | q s kh e
+    q = tl.reshape(q, [UNITS_AT_ONCE, TILE, COLUMNS])
+    scales = tl.reshape(tl.permute(tl.reshape(scales, [UNITS_AT_ONCE, 8, TILE // 8]), [0, 2, 1]), [UNITS_AT_ONCE, TILE])
+    if OFFSETS:
+        offsets = tl.load(offsets_ptr + scale).to(tl.float32)
+        offsets = tl.permute(tl.reshape(offsets, [UNITS_AT_ONCE, 8, TILE // 8]), [0, 2, 1])
+        w = q * scales[:, :, None] + tl.reshape(offsets, [UNITS_AT_ONCE, TILE])[:, :, None]
+    else:
+        w = (q - 8) * scales[:, :, None]
+    n = tile * TILE + tl.arange(0, TILE)[None, :, None]
+    k = unit[:, None, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+    tl.store(out_ptr + n.to(tl.int64) * K + k, w.to(out_ptr.dtype.element_ty), mask=(n < N) & (k < K))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is laid over the card: ``tiles`` x ``lanes`` warps a program, ``splits`` programs a tile."""
+
+    tiles: int
+    lanes: int
+    splits: int
+    stages: int = 4
+
+
+def plan(out_features: int, in_features: int, group_size: int) -> Plan:
+    """The layout for a weight, a function of its shape alone, so that every number of rows has the same bits.
+
+    Found by trying layouts on an H200 (132 multiprocessors): 10 warps a multiprocessor, or 15 where a tile has one
+    lane, each with at least two units.
+    """
+    n_tiles = -(-out_features // TILE)
+    units = -(-in_features // unit_columns(group_size))
+    tiles, lanes, warps = (4, 1, 15 * 132) if n_tiles >= 512 else (2, 2, 10 * 132)
+    splits = max(1, min(-(-warps // (n_tiles * lanes)), units // (2 * lanes)))
+    return Plan(tiles, lanes, splits)
+
+
+def _checked(x: Tensor, words: Tensor, scales: Tensor, group_size: int) -> int:
+    """K. Raises ``ValueError`` where the operands do not belong together."""
+    columns, units, groups = unit_columns(group_size), words.shape[1], scales.shape[1]
+    k = x.shape[1]
+    if -(-k // columns) != units or -(-k // group_size) != groups:
+        raise ValueError(
+            f"x has {k} columns, the weight {units} units of {columns} and {groups} groups of {group_size}"
+        )
+    return k
+
+
+def reference(
+    x: Tensor, words: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int, out_features: int
+) -> Tensor:
+    """What the ops compute, from the same operands, in float32: the implementation on cpu."""
+    q = unpack_fragments(words, out_features, _checked(x, words, scales, group_size), group_size).float()
+    scale, offset = (
+        None if t is None else unpack_scales(t, out_features).float().repeat_interleave(group_size, 1)[:, : q.shape[1]]
+        for t in (scales, offsets)
+    )
+    w = (q - 8) * scale if offset is None else q * scale + offset
+    return (x.float() @ w.T).to(x.dtype)
+
+
+def launch_linear(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    group_size: int,
+    out_features: int,
+    max_rows: int = MAX_ROWS,
+) -> Tensor:
+    """``x @ w.T`` for int4 ``w`` and 1 to ``max_rows`` rows, each with the bits that it has alone.
+
+    Shapes: ``x`` bfloat16 ``[M, K]`` with dense rows; ``words`` int32 ``[T, U, R, 32, 4]`` of ``pack_fragments``;
+    ``scales`` and, with zero points, ``offsets`` ``[T, groups, 8, 8]`` of ``pack_scales``, in one of ``SCALE_DTYPES``;
+    result ``[M, out_features]`` in ``x``'s dtype, accumulated in float32. With ``max_rows`` of at most 8 the tensor
+    core has half of the work; it does not change a bit. Raises ``ValueError`` for operands that do not belong together.
+    """
+    k = _checked(x, words, scales, group_size)
+    x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k, group_size)
+    out = x.new_empty((rows, out_features))
+    parts = out if layout.splits == 1 else x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
+    programs = -(-words.shape[0] // layout.tiles)
+    wrap(fragment_kernel)[(programs, layout.splits)](
+        x, words, scales, scales if offsets is None else offsets, parts, rows,
+        N=out_features, K=k, GROUP=group_size, TILE=TILE, ROWS=8 if max_rows <= 8 else 16,
+        TILES=layout.tiles, LANES=layout.lanes, SPLITS=layout.splits, PARTS=1, STAGES=layout.stages,
+        OFFSETS=offsets is not None, ASM=ASM,
+        num_warps=layout.tiles * layout.lanes,
+    )  # fmt: skip
+    if layout.splits > 1:
+        size = rows * out_features
+        wrap(add_splits_kernel)[(triton.cdiv(size, 1024),)](parts, out, size, SPLITS=layout.splits, BLOCK=1024)
+    return out
+
+
+def launch_matmul(
+    x: Tensor, words: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int, out_features: int
+) -> Tensor:
+    """``launch_linear`` for many rows: the weight as bfloat16 numbers, then one matrix product."""
+    k = _checked(x, words, scales, group_size)
+    weight = x.new_empty((out_features, k))
+    wrap(dequantize_kernel)[(words.shape[0], triton.cdiv(words.shape[1], 4))](
+        words, scales, scales if offsets is None else offsets, weight,
+        N=out_features, K=k, GROUP=group_size, TILE=TILE, UNITS_AT_ONCE=4, OFFSETS=offsets is not None, ASM=ASM,
+        num_warps=4,
+    )  # fmt: skip
+    return x @ weight.T
+
+
+fragment_int4_linear = torch.library.triton_op("eyas::fragment_int4_linear", launch_linear, mutates_args=())
+fragment_int4_matmul = torch.library.triton_op("eyas::fragment_int4_matmul", launch_matmul, mutates_args=())
+
+
+@fragment_int4_linear.register_fake
+def _(x, words, scales, offsets, group_size, out_features, max_rows=MAX_ROWS):
+    return x.new_empty((x.shape[0], out_features))
+
+
+@fragment_int4_matmul.register_fake
+def _(x, words, scales, offsets, group_size, out_features):
+    return x.new_empty((x.shape[0], out_features))
+
+
+@fragment_int4_linear.register_kernel("cpu")
+def _(x, words, scales, offsets, group_size, out_features, max_rows=MAX_ROWS):
+    return reference(x, words, scales, offsets, group_size, out_features)
+
+
+fragment_int4_matmul.register_kernel("cpu")(reference)

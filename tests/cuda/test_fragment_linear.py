@@ -1,0 +1,200 @@
+"""Products with int4 fragments against float64, and bits of a row whatever else is in the call."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.kernels import fragment_linear
+from eyas.kernels.fragment_linear import launch_linear, launch_matmul, pack_fragments, pack_scales
+from eyas.kernels.int4_linear import dequantize
+
+ROUNDING = 2**-8 if fragment_linear.ASM else 2**-7  # of a bfloat16 result; the interpreter cuts digits off
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A random weight, the operands it is packed into, and its numbers ``[N, K]`` in float64."""
+
+    operands: tuple
+    numbers: Tensor
+
+
+def weight(n, k, group, device, *, offsets=False, dtype=torch.bfloat16, seed=0) -> Weight:
+    groups = -(-k // group)
+    options = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    qweight = torch.randint(0, 256, (n, groups * group // 2), dtype=torch.uint8, **options)
+    scales = (torch.rand(n, groups, **options) * 0.02 + 0.001).to(dtype)
+    offset = (torch.randn(n, groups, **options) * 0.1).to(dtype) if offsets else None
+    numbers = dequantize(qweight, scales.float(), None if offset is None else offset.float(), group, k).double()
+    operands = (
+        pack_fragments(qweight, k, group),
+        pack_scales(scales),
+        None if offset is None else pack_scales(offset),
+    )
+    return Weight((*operands, group, n), numbers)
+
+
+def randn(*shape, device, seed=1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+
+def error(out: Tensor, x: Tensor, numbers: Tensor) -> float:
+    """Largest error of a result, relative to what its terms could sum to at random."""
+    expected = x.double() @ numbers.T
+    size = ((x.double() ** 2) @ (numbers.T**2)).sqrt().clamp_min(1e-30)
+    return ((out.double() - expected).abs() / torch.maximum(size, expected.abs())).max().item()
+
+
+SMALL = [
+    # N, K, group, offsets, dtype of scales, rows
+    (64, 256, 128, False, torch.bfloat16, 5),
+    (130, 320, 64, True, torch.float16, 16),
+    (40, 200, 32, True, torch.float32, 3),  # K is not a multiple of a group, nor N of a tile
+    (70, 330, 32, False, torch.bfloat16, 1),  # rows of x are not aligned
+    (192, 512, 256, True, torch.bfloat16, 8),
+]
+REAL = [
+    (n, k, group, offsets, torch.bfloat16, rows)
+    for n, k in ((16384, 5376), (8192, 5376), (5376, 8192), (5376, 16384), (5376, 21504), (21504, 5376), (43008, 5376))
+    for group, offsets, rows in ((128, False, 5), (32, True, 16))
+] + [(n, k, 32, True, torch.bfloat16, 5) for n, k in ((1024, 640), (256, 640), (640, 1024), (4096, 640), (640, 2048))]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group", "offsets", "dtype", "rows"),
+    [*SMALL, *(pytest.param(*case, marks=pytest.mark.gpu) for case in REAL)],
+    ids=str,
+)
+def test_products(n, k, group, offsets, dtype, rows, device):
+    w = weight(n, k, group, device, offsets=offsets, dtype=dtype)
+    x = randn(rows, k, device=device)
+    out = launch_linear(x, *w.operands)
+    assert out.shape == (rows, n) and out.dtype == torch.bfloat16
+    assert error(out, x, w.numbers) < ROUNDING
+    if rows <= 8:
+        assert torch.equal(launch_linear(x, *w.operands, max_rows=8), out)
+    many = launch_matmul(x, *w.operands) if device == "cuda" else None
+    if many is not None:
+        assert error(many, x, w.numbers) < 4 * ROUNDING  # weights are rounded to bfloat16
+
+
+@pytest.mark.gpu
+def test_the_head_of_gemma(device):
+    w = weight(262144, 640, 32, device, offsets=True)
+    x = randn(5, 640, device=device)
+    assert error(launch_linear(x, *w.operands), x, w.numbers) < ROUNDING
+
+
+@pytest.mark.parametrize("kind", ["large", "outlier channels", "equal rows", "zeros", "one hot"])
+def test_unusual_activations(kind, device):
+    w = weight(96, 384, 64, device, offsets=True)
+    x = randn(6, 384, device=device)
+    if kind == "large":
+        x = x * 2.0**60
+    elif kind == "outlier channels":
+        x[:, ::37] *= 1000
+    elif kind == "equal rows":
+        x[:] = x[0]
+    elif kind == "zeros":
+        x[:] = 0
+    else:
+        x[:] = torch.eye(384, device=device, dtype=x.dtype)[:6]
+    out = launch_linear(x, *w.operands)
+    assert error(out, x, w.numbers) < ROUNDING
+    if kind == "equal rows":
+        assert torch.equal(out, out[:1].expand_as(out))
+
+
+def test_a_row_has_the_bits_that_it_has_alone(device):
+    """For every number of rows, at every place among them."""
+    cases = [(130, 320, 64, True), (64, 256, 128, False)]
+    if device == "cuda":
+        cases = [(16384, 5376, 128, False), (5376, 8192, 32, True), (43008, 5376, 32, True), (1024, 640, 32, True)]
+    for n, k, group, offsets in cases:
+        w = weight(n, k, group, device, offsets=offsets)
+        x = randn(16, k, device=device)
+        alone = torch.cat([launch_linear(row[None], *w.operands) for row in x])
+        for rows in range(1, 17) if device == "cuda" else (2, 7, 9, 16):
+            for first in range(17 - rows) if device == "cuda" else (0, 16 - rows):
+                among = x[first : first + rows]
+                assert torch.equal(launch_linear(among, *w.operands), alone[first : first + rows]), (n, k, rows, first)
+        assert torch.equal(launch_linear(x.flip(0), *w.operands), alone.flip(0))
+
+
+@pytest.mark.gpu
+def test_a_hundred_thousand_rows(device):
+    w = weight(1024, 640, 32, device, offsets=True)
+    x = randn(100_000, 640, device=device)
+    first = torch.cat([launch_linear(part, *w.operands) for part in x.split(16)])
+    again = torch.cat([launch_linear(part, *w.operands, max_rows=8) for part in x.split(7)])
+    assert torch.equal(first, again)
+
+
+def test_what_is_not_finite_stays_in_its_row(device):
+    w = weight(64, 256, 64, device)
+    x = randn(4, 256, device=device)
+    alone = launch_linear(x, *w.operands)
+    x[2, 7] = float("nan")
+    x[3, 9] = float("inf")
+    out = launch_linear(x, *w.operands)
+    assert torch.equal(out[:2], alone[:2]) and not out[2:].isfinite().any()
+
+
+def test_rows_of_a_larger_tensor(device):
+    w = weight(64, 256, 64, device)
+    wide = randn(5, 512, device=device)
+    assert torch.equal(launch_linear(wide[:, :256], *w.operands), launch_linear(wide[:, :256].clone(), *w.operands))
+
+
+def test_many_rows_dequantize_what_few_rows_multiply(device):
+    """The weight as numbers, by products with unit vectors."""
+    for n, k, group, offsets in ((96, 128, 32, True), (64, 128, 64, False)):
+        w = weight(n, k, group, device, offsets=offsets)
+        out = w.numbers.new_empty(n, k, dtype=torch.float32)
+        words, scales, offset, group_size, _ = w.operands
+        fragment_linear.dequantize_kernel[(words.shape[0], 1)](
+            words, scales, scales if offset is None else offset, out, n, k, group_size, fragment_linear.TILE,
+            -(-words.shape[1] // 4) * 4, offset is not None, fragment_linear.ASM,
+        )  # fmt: skip
+        assert torch.equal(out, w.numbers.float())
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_once(device):
+    w = weight(4096, 640, 32, device, offsets=True)
+    x = randn(5, 640, device=device)
+    launch_linear(x, *w.operands)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch_linear(x, *w.operands)
+    for seed in range(3):
+        x.copy_(randn(5, 640, device=device, seed=seed))
+        graph.replay()
+        assert torch.equal(out, launch_linear(x, *w.operands))
+
+
+@pytest.mark.gpu
+def test_a_program_embeds_the_kernels(device, tmp_path):
+    """AOTInductor takes the op as it is, with any number of rows, and gives the same bits."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, operands):
+            super().__init__()
+            for name, tensor in zip(("words", "scales", "offsets"), operands):
+                self.register_buffer(name, tensor)
+            self.facts = operands[3:]
+
+        def forward(self, x):
+            return torch.ops.eyas.fragment_int4_linear(x, self.words, self.scales, self.offsets, *self.facts) * 2
+
+    w = weight(1024, 640, 32, device, offsets=True)
+    layer = Layer(w.operands)
+    rows = torch.export.Dim("rows", min=1, max=16)
+    program = torch.export.export(layer, (randn(5, 640, device=device),), dynamic_shapes=({0: rows},))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    compiled = torch._inductor.aoti_load_package(path)
+    for count in (1, 2, 7, 16):
+        x = randn(count, 640, device=device, seed=count)
+        assert torch.equal(compiled(x), layer(x))

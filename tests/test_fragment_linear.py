@@ -1,0 +1,157 @@
+"""Packing of int4 fragments, the ops on cpu, and what the compiler makes of the kernel; products are in ``cuda/``."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.kernels.fragment_linear import (
+    GROUP_SIZES,
+    exact_dtype,
+    fragment_int4_linear,
+    fragment_int4_matmul,
+    pack_fragments,
+    pack_scales,
+    plan,
+    supports,
+    unit_columns,
+    unpack_fragments,
+    unpack_scales,
+)
+from eyas.kernels.int4_linear import int4_linear, unpack_nibbles
+
+SHAPES = [(64, 128), (70, 200), (1, 32), (640, 1024), (5376, 8192), (43008, 5376), (262144, 640)]
+
+
+def random_weight(n, k, group, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-k // group)
+    qweight = torch.randint(0, 256, (n, groups * group // 2), dtype=torch.uint8, generator=generator)
+    scales, offsets = (torch.rand(n, groups, generator=generator) + i for i in range(2))
+    return qweight, scales, offsets
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 150), st.integers(1, 300), st.sampled_from(GROUP_SIZES), st.sampled_from([32, 64, 128]))
+def test_packing_loses_nothing(n, k, group, tile):
+    qweight, scales, _ = random_weight(n, k, group)
+    words = pack_fragments(qweight, k, group, tile)
+    assert words.shape == (-(-n // tile), -(-k // unit_columns(group)), tile * unit_columns(group) // 1024, 32, 4)
+    assert torch.equal(unpack_fragments(words, n, k, group), unpack_nibbles(qweight)[:, :k])
+    packed = pack_scales(scales, tile)
+    assert packed.shape == (words.shape[0], scales.shape[1], 8, tile // 8) and packed.is_contiguous()
+    assert torch.equal(unpack_scales(packed, n), scales)
+
+
+def test_a_thread_has_its_part_of_a_fragment():
+    """The layout itself, of one weight: row 9, column 45 of a unit of 64 columns."""
+    q = torch.zeros(64, 64, dtype=torch.uint8)
+    q[9, 45] = 11
+    words = pack_fragments(q[:, 0::2] | q[:, 1::2] << 4, 64, 64).flatten()
+    (place,) = words.nonzero().flatten().tolist()
+    # row 9: second half of 16, quad 1. Column 45: half t=1 of 64, then 13 = 8 q + 4 s + 2 kh + e with q=1, s=1, e=1
+    assert place == 4 * (4 * 1 + 1) + 2 * 1 + 1
+    field = 16 * 1 + 8 * 0 + 4 * 1  # upper half for e, then kh, then the half of the rows
+    assert words[place].item() & 0xFFFFFFFF == 11 << field + 3
+
+
+@pytest.mark.parametrize("group", GROUP_SIZES)
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_ops_on_cpu_are_int4_linear(group, zero_points):
+    n, k = 70, 300
+    qweight, scales, offsets = random_weight(n, k, group)
+    x = torch.randn(5, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = int4_linear(x, qweight, scales, offsets if zero_points else None, group)
+    operands = (
+        pack_fragments(qweight, k, group), pack_scales(scales), pack_scales(offsets) if zero_points else None, group, n,
+    )  # fmt: skip
+    for op in (fragment_int4_linear, fragment_int4_matmul):
+        assert torch.equal(op(x, *operands), expected)
+        assert op(x.to("meta"), *(t.to("meta") if isinstance(t, torch.Tensor) else t for t in operands)).shape == (5, n)
+
+
+def test_operands_that_do_not_belong_together():
+    qweight, scales, _ = random_weight(64, 128, 32)
+    operands = pack_fragments(qweight, 128, 32), pack_scales(scales), None, 32, 64
+    with pytest.raises(ValueError, match="x has 96 columns, the weight 4 units of 32 and 4 groups of 32"):
+        fragment_int4_linear(torch.zeros(1, 96, dtype=torch.bfloat16), *operands)
+
+
+def test_scales_keep_every_bit():
+    """GGUF's scales are float16 (Q4_0) or products of one with 6 bits (Q4_K); others' are bfloat16."""
+    ones = torch.arange(1, 9).float()
+    assert exact_dtype(ones / 3) == torch.float32
+    assert exact_dtype((ones / 3).half().float()) == torch.float16
+    assert exact_dtype((ones / 3).bfloat16().float(), ones) == torch.bfloat16
+    assert exact_dtype((ones * 1e6).bfloat16().float(), (ones / 3).half().float()) == torch.float32
+    assert exact_dtype((ones / 3).half().float() * 63) == torch.float32
+
+
+def test_supports():
+    assert supports(32, torch.bfloat16, 16) is None
+    assert supports(48, torch.bfloat16, 1) == "group size 48 has no kernel; allowed: 32, 64, 128, 256"
+    assert supports(32, torch.float32, 1) == "activations are torch.float32; the kernel takes torch.bfloat16"
+    assert supports(32, torch.bfloat16, 17) == "a call has up to 17 rows; the kernel takes 16"
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES, ids=str)
+@pytest.mark.parametrize("group", GROUP_SIZES)
+def test_every_warp_of_a_plan_has_work(n, k, group):
+    layout = plan(n, k, group)
+    units = -(-k // unit_columns(group))
+    assert layout.splits == 1 or layout.splits * layout.lanes * 2 <= units
+    assert layout.tiles * layout.lanes in (1, 2, 4, 8) and layout.splits >= 1
+
+
+COMPILE = """
+import json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from eyas.kernels.fragment_linear import fragment_kernel as kernel, plan
+def facts(n, k, group, offsets, rows):
+    layout = plan(n, k, group)
+    values = dict(N=n, K=k, GROUP=group, TILE=64, ROWS=rows, TILES=layout.tiles, LANES=layout.lanes,
+                  SPLITS=layout.splits, PARTS=1, STAGES=layout.stages, OFFSETS=offsets, ASM=True)
+    pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*bf16", offsets_ptr="*bf16", out_ptr="*fp32")
+    names = kernel.arg_names
+    done = compile(
+        ASTSource(kernel, {**pointers, "M": "i32", **dict.fromkeys(values, "constexpr")},
+                  {(names.index(name),): value for name, value in values.items()},
+                  {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}),
+        target=GPUTarget("cuda", 90, 32), options={"num_warps": layout.tiles * layout.lanes})
+    return {"ttgir": done.asm["ttgir"], "ptx": done.asm["ptx"], "cubin": done.asm["cubin"].hex()}
+print(json.dumps(facts(*json.loads(sys.argv[1]))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(43008, 5376, 128, False, 16), (5376, 8192, 32, True, 16), (1024, 640, 32, True, 8)])
+def test_weights_go_through_registers_alone(case, tmp_path):
+    """For Hopper, without a GPU: wide loads, products on the tensor core, no copies into shared memory, no spills."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(case)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    facts = json.loads(done.stdout)
+    loop = facts["ttgir"].split("scf.for")[1].split("scf.yield")[0]
+    assert "tt.dot" in loop and "local_alloc" not in loop
+    assert "cp.async.cg.shared.global" in facts["ptx"] and "mma.sync.aligned.m16n8k16" in facts["ptx"]
+    assert "st.shared" not in facts["ptx"].split("mma.sync")[-2] and "st.local" not in facts["ptx"]
+    assert resource_usage(bytes.fromhex(facts["cubin"]), tmp_path / "kernel.cubin") <= 128  # 16 warps a multiprocessor
+
+
+def resource_usage(cubin, path):
+    """Registers of a thread; spilled ones fail."""
+    import triton
+
+    path.write_bytes(cubin)
+    tool = f"{triton.__path__[0]}/backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", path], stdout=subprocess.PIPE, text=True, check=True).stdout
+    fields = dict(
+        field.split(":") for field in usage.split() if field.count(":") == 1 and field.split(":")[1].isdigit()
+    )
+    assert fields["STACK"] == fields["LOCAL"] == "0"
+    return int(fields["REG"])

@@ -1,0 +1,184 @@
+"""Times the CUDA kernels against others', as replays of CUDA graphs, weights rotated so that they come from memory."""
+
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from eyas.kernels.fragment_linear import TILE, launch_linear, launch_matmul, unit_columns
+
+ROTATED_BYTES = 300 << 20  # five times the L2 of an H200
+REPLAYS = 15
+# (out, in) of Gemma 4 31B's projections, and how many of each a step reads: q, k and v of a sliding or a global layer
+# in one, the outputs of both, gate and up in one, down, the head; then some of them apart
+GEMMA4 = {
+    (16384, 5376): 50,
+    (18432, 5376): 10,
+    (5376, 8192): 50,
+    (5376, 16384): 10,
+    (43008, 5376): 60,
+    (5376, 21504): 60,
+    (262144, 5376): 1,
+    (21504, 5376): 0,
+    (8192, 5376): 0,
+}
+GEMMA3_270M = ((1024, 640), (256, 640), (640, 1024), (4096, 640), (640, 2048), (262144, 640))
+RECIPES = ((128, False), (32, True))  # group size, zero points
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A random weight as fragments. ``nbytes``: what one pass over it reads."""
+
+    words: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    group_size: int
+    out_features: int
+
+    @classmethod
+    def random(cls, n: int, k: int, group: int, offsets: bool) -> "Weight":
+        tiles, units = -(-n // TILE), -(-k // unit_columns(group))
+        words = torch.empty(tiles, units, TILE * unit_columns(group) // 1024, 32, 4, dtype=torch.int32, device="cuda")
+        words.random_(-(2**31), 2**31)
+        scales = torch.rand(tiles, -(-k // group), 8, TILE // 8, device="cuda").bfloat16()
+        return cls(words, scales, torch.randn_like(scales) if offsets else None, group, n)
+
+    @property
+    def operands(self) -> tuple:
+        return self.words, self.scales, self.offsets, self.group_size, self.out_features
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.words, self.scales, self.offsets) if t is not None)
+
+
+def graph_us(call: Callable[[int], object], times: int) -> float:
+    """Median microseconds of ``call(i)`` within a CUDA graph of ``times`` calls."""
+    for i in range(2):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(times):
+            call(i)
+    samples = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(1e3 * start.elapsed_time(end) / times)
+    return statistics.median(samples[2:])
+
+
+def copy_rate() -> float:
+    """Bytes a second of a pass that reads 1 GiB and writes as much."""
+    source, target = (torch.rand(1 << 28, device="cuda") for _ in range(2))
+    return 2e6 * source.nbytes / graph_us(lambda i: torch.add(source, 1, out=target), 8)
+
+
+def executorch_int4() -> ModuleType | None:
+    """The int4 kernels of an installed ExecuTorch, without the packages that its other backends need."""
+    found = importlib.util.find_spec("executorch")
+    if found is None:
+        return None
+    (root,) = found.submodule_search_locations
+    path = Path(root, "backends/cuda/triton/kernels/int4_matmul.py")
+    spec = importlib.util.spec_from_file_location("executorch_int4_matmul", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def dense_us(x: Tensor, n: int) -> float:
+    """Microseconds of torch's product with a bfloat16 weight ``[n, K]``."""
+    copies = max(2, -(-ROTATED_BYTES // (2 * n * x.shape[1])))
+    dense = [torch.randn(n, x.shape[1], device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    return graph_us(lambda i: x @ dense[i % copies].T, max(8, copies))
+
+
+def tinygemm_us(x: Tensor, packed: list[Tensor], group: int) -> float:
+    """Microseconds of torch's own int4 product."""
+    weights = [torch._convert_weight_to_int4pack(w, 8) for w in packed]
+    both = torch.rand(x.shape[1] // group, packed[0].shape[0], 2, device="cuda").bfloat16()
+    call = torch.ops.aten._weight_int4pack_mm
+    return graph_us(lambda i: call(x, weights[i % len(weights)], group, both), max(8, len(weights)))
+
+
+def peers(n: int, k: int, group: int, rows: int, peer: ModuleType | None) -> dict[str, float | None]:
+    """Microseconds of other kernels for the same product; None where one does not take it."""
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    times: dict[str, float | None] = {}
+    copies = max(2, -(-ROTATED_BYTES // (n * k // 2)))
+    times["cuBLAS bf16"] = dense_us(x, n)
+    packed = [torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda") for _ in range(copies)]
+    times["_weight_int4pack_mm"] = tinygemm_us(x, packed, group)
+    times["executorch int4"] = None
+    if peer is not None:
+        scales = torch.rand(n, k // group, device="cuda").bfloat16()
+        signed = [w.view(torch.int8) for w in packed]
+        kernel = peer.int4_matvec if rows == 1 else peer.int4_matmul  # the latter tries its layouts for each shape
+        times["executorch int4"] = graph_us(lambda i: kernel(x, signed[i % copies], scales, group), max(8, copies))
+    return times
+
+
+def bench_linear(rows: list[int], rate: float, console: Console) -> tuple[list[dict], dict]:
+    figures, spent = [], {}
+    names = ("cuBLAS bf16", "_weight_int4pack_mm", "executorch int4")
+    peer = executorch_int4()
+    for group, offsets in RECIPES:
+        table = Table(title=f"int4 products, µs, groups of {group}{', zero points' if offsets else ''}")
+        for column in ("out x in", "rows", "floor", "eyas", "of the copy rate", *names):
+            table.add_column(column, justify="right")
+        for n, k in (*GEMMA4, *GEMMA3_270M):
+            nbytes = Weight.random(n, k, group, offsets).nbytes
+            weights = [Weight.random(n, k, group, offsets) for _ in range(max(2, -(-ROTATED_BYTES // nbytes)))]
+            for m in rows:
+                x = torch.randn(m, k, device="cuda").bfloat16()
+                most = 8 if max(rows) <= 8 else 16
+                if m <= 16:
+                    call = lambda i, x=x: launch_linear(x, *weights[i % len(weights)].operands, max_rows=most)  # noqa: B023, E731
+                else:
+                    call = lambda i, x=x: launch_matmul(x, *weights[i % len(weights)].operands)  # noqa: B023, E731
+                own = graph_us(call, max(8, len(weights)))
+                floor = 1e6 * nbytes / rate
+                others = peers(n, k, group, m, peer) if (n, k) in GEMMA4 and m in (1, 5, 16) and group == 128 else {}
+                figures.append({"out": n, "in": k, "group": group, "zero_points": offsets, "rows": m, "us": own,
+                                "floor_us": floor, **others})  # fmt: skip
+                if (n, k) in GEMMA4 and m <= 16:
+                    total = spent.setdefault((group, m), [0.0, 0.0])
+                    total[0] += floor * GEMMA4[n, k]
+                    total[1] += own * GEMMA4[n, k]
+                shown = [f"{others[name]:.1f}" if others.get(name) else "" for name in names]
+                cells = f"{n}x{k}", str(m), f"{floor:.1f}", f"{own:.1f}", f"{floor / own:.0%}", *shown
+                table.add_row(*cells)
+                print(*cells, file=sys.stderr, flush=True)  # a run that is cut short shows what it has
+        console.print(table)
+    shares = {f"group {group}, {m} rows": floor / own for (group, m), (floor, own) in spent.items()}
+    for name, share in shares.items():
+        console.print(f"Gemma 4 31B, all projections of a step, {name}: {share:.1%} of the copy rate")
+    return figures, shares
+
+
+def bench_cuda_kernels(rows: list[int]) -> dict[str, object]:
+    """Prints a table a recipe. Raises ``RuntimeError`` without a GPU."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device was found; --device cpu times the cpu kernels")
+    console = Console(width=140)
+    rate = copy_rate()
+    console.print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy rate {rate / 1e12:.2f} TB/s; "
+        f"medians of {REPLAYS - 2} graph replays"
+    )
+    figures, shares = bench_linear(rows, rate, console)
+    return {"device": torch.cuda.get_device_name(), "copy_rate": rate, "linear": figures, "gemma4_31b": shares}
