@@ -135,7 +135,8 @@ def lower(request: Request, progress: Progress) -> Report:
     Raises ``ValueError`` or ``FileNotFoundError`` for what the user can put right, ``TraceError`` and ``PassError`` for
     methods that cannot be traced or rewritten, ``RuntimeError`` for a failing compiler.
     """
-    return Lowering(request, progress).run()
+    with seldom_collected():
+        return Lowering(request, progress).run()
 
 
 def trace_target(request: Request, methods: Iterable[str] | None, progress: Progress) -> Program:
@@ -387,6 +388,17 @@ class Lowering:
                 "chat_template": checkpoint.chat_template,
             },
         }
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Looks for garbage in cycles a hundredth as often: graphs are many small objects that live long."""
+    before = gc.get_threshold()
+    gc.set_threshold(100 * max(before[0], 700), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Aside:
