@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from card import DEVICE, GPU, gpu
 from torch import Tensor
 
 from eyas.kernels import fragment_linear
@@ -21,9 +22,9 @@ class Weight:
     numbers: Tensor
 
 
-def weight(n, k, group, device, *, offsets=False, dtype=torch.bfloat16, seed=0) -> Weight:
+def weight(n, k, group, *, offsets=False, dtype=torch.bfloat16, seed=0) -> Weight:
     groups = -(-k // group)
-    options = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    options = {"generator": torch.Generator(DEVICE).manual_seed(seed), "device": DEVICE}
     qweight = torch.randint(0, 256, (n, groups * group // 2), dtype=torch.uint8, **options)
     scales = (torch.rand(n, groups, **options) * 0.02 + 0.001).to(dtype)
     offset = (torch.randn(n, groups, **options) * 0.1).to(dtype) if offsets else None
@@ -36,8 +37,8 @@ def weight(n, k, group, device, *, offsets=False, dtype=torch.bfloat16, seed=0) 
     return Weight((*operands, group, n), numbers)
 
 
-def randn(*shape, device, seed=1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+def randn(*shape, seed=1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
 
 
 def error(out: Tensor, x: Tensor, numbers: Tensor) -> float:
@@ -64,33 +65,33 @@ REAL = [
 
 @pytest.mark.parametrize(
     ("n", "k", "group", "offsets", "dtype", "rows"),
-    [*SMALL, *(pytest.param(*case, marks=pytest.mark.gpu) for case in REAL)],
+    [*SMALL, *(pytest.param(*case, marks=gpu) for case in REAL)],
     ids=str,
 )
-def test_products(n, k, group, offsets, dtype, rows, device):
-    w = weight(n, k, group, device, offsets=offsets, dtype=dtype)
-    x = randn(rows, k, device=device)
+def test_products(n, k, group, offsets, dtype, rows):
+    w = weight(n, k, group, offsets=offsets, dtype=dtype)
+    x = randn(rows, k)
     out = launch_linear(x, *w.operands)
     assert out.shape == (rows, n) and out.dtype == torch.bfloat16
     assert error(out, x, w.numbers) < ROUNDING
     if rows <= 8:
         assert torch.equal(launch_linear(x, *w.operands, max_rows=8), out)
-    many = launch_matmul(x, *w.operands) if device == "cuda" else None
+    many = launch_matmul(x, *w.operands) if GPU else None
     if many is not None:
         assert error(many, x, w.numbers) < 4 * ROUNDING  # weights are rounded to bfloat16
 
 
-@pytest.mark.gpu
-def test_the_head_of_gemma(device):
+@gpu
+def test_the_head_of_gemma():
     w = weight(262144, 640, 32, device, offsets=True)
-    x = randn(5, 640, device=device)
+    x = randn(5, 640)
     assert error(launch_linear(x, *w.operands), x, w.numbers) < ROUNDING
 
 
 @pytest.mark.parametrize("kind", ["large", "outlier channels", "equal rows", "zeros", "one hot"])
-def test_unusual_activations(kind, device):
-    w = weight(96, 384, 64, device, offsets=True)
-    x = randn(6, 384, device=device)
+def test_unusual_activations(kind):
+    w = weight(96, 384, 64, offsets=True)
+    x = randn(6, 384)
     if kind == "large":
         x = x * 2.0**60
     elif kind == "outlier channels":
@@ -100,41 +101,41 @@ def test_unusual_activations(kind, device):
     elif kind == "zeros":
         x[:] = 0
     else:
-        x[:] = torch.eye(384, device=device, dtype=x.dtype)[:6]
+        x[:] = torch.eye(384, dtype=x.dtype)[:6]
     out = launch_linear(x, *w.operands)
     assert error(out, x, w.numbers) < ROUNDING
     if kind == "equal rows":
         assert torch.equal(out, out[:1].expand_as(out))
 
 
-def test_a_row_has_the_bits_that_it_has_alone(device):
+def test_a_row_has_the_bits_that_it_has_alone():
     """For every number of rows, at every place among them."""
     cases = [(130, 320, 64, True), (64, 256, 128, False)]
-    if device == "cuda":
+    if GPU:
         cases = [(16384, 5376, 128, False), (5376, 8192, 32, True), (43008, 5376, 32, True), (1024, 640, 32, True)]
     for n, k, group, offsets in cases:
-        w = weight(n, k, group, device, offsets=offsets)
-        x = randn(16, k, device=device)
+        w = weight(n, k, group, offsets=offsets)
+        x = randn(16, k)
         alone = torch.cat([launch_linear(row[None], *w.operands) for row in x])
-        for rows in range(1, 17) if device == "cuda" else (2, 7, 9, 16):
-            for first in range(17 - rows) if device == "cuda" else (0, 16 - rows):
+        for rows in range(1, 17) if GPU else (2, 7, 9, 16):
+            for first in range(17 - rows) if GPU else (0, 16 - rows):
                 among = x[first : first + rows]
                 assert torch.equal(launch_linear(among, *w.operands), alone[first : first + rows]), (n, k, rows, first)
         assert torch.equal(launch_linear(x.flip(0), *w.operands), alone.flip(0))
 
 
-@pytest.mark.gpu
-def test_a_hundred_thousand_rows(device):
+@gpu
+def test_a_hundred_thousand_rows():
     w = weight(1024, 640, 32, device, offsets=True)
-    x = randn(100_000, 640, device=device)
+    x = randn(100_000, 640)
     first = torch.cat([launch_linear(part, *w.operands) for part in x.split(16)])
     again = torch.cat([launch_linear(part, *w.operands, max_rows=8) for part in x.split(7)])
     assert torch.equal(first, again)
 
 
-def test_what_is_not_finite_stays_in_its_row(device):
+def test_what_is_not_finite_stays_in_its_row():
     w = weight(64, 256, 64, device)
-    x = randn(4, 256, device=device)
+    x = randn(4, 256)
     alone = launch_linear(x, *w.operands)
     x[2, 7] = float("nan")
     x[3, 9] = float("inf")
@@ -142,16 +143,16 @@ def test_what_is_not_finite_stays_in_its_row(device):
     assert torch.equal(out[:2], alone[:2]) and not out[2:].isfinite().any()
 
 
-def test_rows_of_a_larger_tensor(device):
+def test_rows_of_a_larger_tensor():
     w = weight(64, 256, 64, device)
-    wide = randn(5, 512, device=device)
+    wide = randn(5, 512)
     assert torch.equal(launch_linear(wide[:, :256], *w.operands), launch_linear(wide[:, :256].clone(), *w.operands))
 
 
-def test_many_rows_dequantize_what_few_rows_multiply(device):
+def test_many_rows_dequantize_what_few_rows_multiply():
     """The weight as numbers, by products with unit vectors."""
     for n, k, group, offsets in ((96, 128, 32, True), (64, 128, 64, False)):
-        w = weight(n, k, group, device, offsets=offsets)
+        w = weight(n, k, group, offsets=offsets)
         out = w.numbers.new_empty(n, k, dtype=torch.float32)
         words, scales, offset, group_size, _ = w.operands
         fragment_linear.dequantize_kernel[(words.shape[0], 1)](
@@ -161,22 +162,22 @@ def test_many_rows_dequantize_what_few_rows_multiply(device):
         assert torch.equal(out, w.numbers.float())
 
 
-@pytest.mark.gpu
-def test_a_graph_is_captured_once(device):
+@gpu
+def test_a_graph_is_captured_once():
     w = weight(4096, 640, 32, device, offsets=True)
-    x = randn(5, 640, device=device)
+    x = randn(5, 640)
     launch_linear(x, *w.operands)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = launch_linear(x, *w.operands)
     for seed in range(3):
-        x.copy_(randn(5, 640, device=device, seed=seed))
+        x.copy_(randn(5, 640, seed=seed))
         graph.replay()
         assert torch.equal(out, launch_linear(x, *w.operands))
 
 
-@pytest.mark.gpu
-def test_a_program_embeds_the_kernels(device, tmp_path):
+@gpu
+def test_a_program_embeds_the_kernels(tmp_path):
     """AOTInductor takes the op as it is, with any number of rows, and gives the same bits."""
 
     class Layer(torch.nn.Module):
@@ -192,9 +193,9 @@ def test_a_program_embeds_the_kernels(device, tmp_path):
     w = weight(1024, 640, 32, device, offsets=True)
     layer = Layer(w.operands)
     rows = torch.export.Dim("rows", min=1, max=16)
-    program = torch.export.export(layer, (randn(5, 640, device=device),), dynamic_shapes=({0: rows},))
+    program = torch.export.export(layer, (randn(5, 640),), dynamic_shapes=({0: rows},))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
     compiled = torch._inductor.aoti_load_package(path)
     for count in (1, 2, 7, 16):
-        x = randn(count, 640, device=device, seed=count)
+        x = randn(count, 640, seed=count)
         assert torch.equal(compiled(x), layer(x))
