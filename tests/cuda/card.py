@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: on a GPU with ``make test-gpu``, and small ones anywhere with ``TRITON_INTERPRET=1``.
+"""Where tests of Triton kernels run: on a GPU (``make test-gpu``), and small ones anywhere with ``TRITON_INTERPRET=1``.
 
 The interpreter must be chosen before triton is first imported, so these tests have a process of their own; any other
 skips them.

@@ -83,7 +83,7 @@ def test_products(n, k, group, offsets, dtype, rows):
 
 @gpu
 def test_the_head_of_gemma():
-    w = weight(262144, 640, 32, device, offsets=True)
+    w = weight(262144, 640, 32, offsets=True)
     x = randn(5, 640)
     assert error(launch_linear(x, *w.operands), x, w.numbers) < ROUNDING
 
@@ -126,7 +126,7 @@ def test_a_row_has_the_bits_that_it_has_alone():
 
 @gpu
 def test_a_hundred_thousand_rows():
-    w = weight(1024, 640, 32, device, offsets=True)
+    w = weight(1024, 640, 32, offsets=True)
     x = randn(100_000, 640)
     first = torch.cat([launch_linear(part, *w.operands) for part in x.split(16)])
     again = torch.cat([launch_linear(part, *w.operands, max_rows=8) for part in x.split(7)])
@@ -134,7 +134,7 @@ def test_a_hundred_thousand_rows():
 
 
 def test_what_is_not_finite_stays_in_its_row():
-    w = weight(64, 256, 64, device)
+    w = weight(64, 256, 64)
     x = randn(4, 256)
     alone = launch_linear(x, *w.operands)
     x[2, 7] = float("nan")
@@ -144,7 +144,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 def test_rows_of_a_larger_tensor():
-    w = weight(64, 256, 64, device)
+    w = weight(64, 256, 64)
     wide = randn(5, 512)
     assert torch.equal(launch_linear(wide[:, :256], *w.operands), launch_linear(wide[:, :256].clone(), *w.operands))
 
@@ -164,7 +164,7 @@ def test_many_rows_dequantize_what_few_rows_multiply():
 
 @gpu
 def test_a_graph_is_captured_once():
-    w = weight(4096, 640, 32, device, offsets=True)
+    w = weight(4096, 640, 32, offsets=True)
     x = randn(5, 640)
     launch_linear(x, *w.operands)
     graph = torch.cuda.CUDAGraph()
@@ -190,7 +190,7 @@ def test_a_program_embeds_the_kernels(tmp_path):
         def forward(self, x):
             return torch.ops.eyas.fragment_int4_linear(x, self.words, self.scales, self.offsets, *self.facts) * 2
 
-    w = weight(1024, 640, 32, device, offsets=True)
+    w = weight(1024, 640, 32, offsets=True)
     layer = Layer(w.operands)
     rows = torch.export.Dim("rows", min=1, max=16)
     program = torch.export.export(layer, (randn(5, 640),), dynamic_shapes=({0: rows},))
