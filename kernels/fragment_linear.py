@@ -179,28 +179,25 @@ def _rows(x, TILES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, RO
 def fragment_kernel(
     x_ptr, words_ptr, scales_ptr, offsets_ptr, out_ptr, M,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     OFFSETS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """``TILES`` tiles of outputs, of one split of the input width; a warp a tile and lane of units.
 
-    ``ROWS``: M rounded up to 8 or 16. The lanes take ``PARTS`` units each in turn.
+    ``ROWS``: M rounded up to 8 or 16. Units go round over the ``LANES``.
     """
     COLUMNS: tl.constexpr = min(64, GROUP)
     UNITS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    PER_GROUP: tl.constexpr = min(GROUP // COLUMNS, PARTS)  # units of a part that have one scale
-    TURNS: tl.constexpr = (UNITS + PARTS - 1) // PARTS
-    PER_SPLIT: tl.constexpr = (TURNS + SPLITS - 1) // SPLITS
+    PER_SPLIT: tl.constexpr = (UNITS + SPLITS - 1) // SPLITS
     STEPS: tl.constexpr = (PER_SPLIT + LANES - 1) // LANES
-    EVEN: tl.constexpr = PER_SPLIT % LANES == 0 and UNITS % (SPLITS * PARTS) == 0
+    EVEN: tl.constexpr = PER_SPLIT % LANES == 0 and UNITS % SPLITS == 0
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     N_TILES: tl.constexpr = (N + TILE - 1) // TILE
     WARPS: tl.constexpr = TILES * LANES
     R: tl.constexpr = TILE * COLUMNS // 1024
     SIZE: tl.constexpr = R * 128  # words of a unit
-    tl.static_assert(PARTS % PER_GROUP == 0)
     first = tl.program_id(1) * PER_SPLIT
-    end = tl.minimum((first + PER_SPLIT) * PARTS, UNITS)
+    end = tl.minimum(first + PER_SPLIT, UNITS)
     lane = first + tl.arange(0, LANES)
     warp = first + tl.arange(0, WARPS) % LANES
     tile = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, WARPS) // LANES, N_TILES - 1)
@@ -214,50 +211,39 @@ def fragment_kernel(
     acc = tl.zeros([WARPS, TILE, ROWS], tl.float32)
     bias = tl.full([WARPS, 16, COLUMNS], -16.0 if OFFSETS else -24.0, tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        for part in tl.static_range(0, PARTS, PER_GROUP):
-            unit = (warp + step * LANES) * PARTS + part
-            group = tl.minimum(unit * COLUMNS // GROUP, GROUPS - 1)[:, None] * TILE
-            if EVEN:
-                scales = tl.load(scales_ptr + scale + group)
-                if OFFSETS:
-                    offsets = tl.load(offsets_ptr + scale + group)
-            else:
-                scales = tl.load(scales_ptr + scale + group, mask=(unit < end)[:, None], other=0.0)
-                if OFFSETS:
-                    offsets = tl.load(offsets_ptr + scale + group, mask=(unit < end)[:, None], other=0.0)
-            sums = tl.zeros([WARPS, 16, ROWS], tl.float32)
-            a = ()
-            b = ()
-            for member in tl.static_range(PER_GROUP):
-                at = ((lane + step * LANES) * PARTS + part + member)[:, None, None, None] * COLUMNS + column
-                known = row < M
-                if EVEN:
-                    words = tl.load(words_ptr + (unit + member)[:, None, None] * SIZE)
-                else:
-                    inside = (unit + member < end)[:, None, None]
-                    words = tl.load(words_ptr + (unit + member)[:, None, None] * SIZE, mask=inside, other=0)
-                    known &= at < end * COLUMNS
-                if K % COLUMNS != 0:
-                    known &= at < K
-                x = tl.load(x_ptr + row * K + at, mask=known, other=0.0)
-                if not ASM:
-                    x = x.to(tl.float32)
-                ordered, any_order = _rows(x, TILES, LANES, COLUMNS, ROWS)
-                a = a + (words,)  # noqa: RUF005  what the language has
-                b = b + (ordered,)  # noqa: RUF005
-                # [W, 16, M], equal rows: where the tensor core has its sums
-                sums = tl.dot(bias.to(x.dtype), any_order, acc=sums)
-            sums = tl.broadcast_to(tl.reshape(sums, [WARPS, 1, 16, ROWS]), [WARPS, TILE // 16, 16, ROWS])
-            sums = tl.reshape(sums, [WARPS, TILE, ROWS])
-            products = sums
-            for member in tl.static_range(PER_GROUP):
-                products = tl.dot(_fragments(a[member], WARPS, R, COLUMNS, ASM), b[member], acc=products)
-            scales = tl.permute(tl.reshape(scales.to(tl.float32), [WARPS, 8, TILE // 8]), [0, 2, 1])
-            acc += products * tl.reshape(scales, [WARPS, TILE])[:, :, None]
-            if OFFSETS:  # sums are those of x times -16
-                offsets = offsets.to(tl.float32) * -0.0625
-                offsets = tl.permute(tl.reshape(offsets, [WARPS, 8, TILE // 8]), [0, 2, 1])
-                acc += sums * tl.reshape(offsets, [WARPS, TILE])[:, :, None]
+        unit = warp + step * LANES
+        group = tl.minimum(unit * COLUMNS // GROUP, GROUPS - 1)[:, None] * TILE
+        at = (lane + step * LANES)[:, None, None, None] * COLUMNS + column
+        known = row < M
+        if EVEN:
+            scales = tl.load(scales_ptr + scale + group)
+            if OFFSETS:
+                offsets = tl.load(offsets_ptr + scale + group)
+            words = tl.load(words_ptr + unit[:, None, None] * SIZE)
+        else:
+            inside = unit < end
+            scales = tl.load(scales_ptr + scale + group, mask=inside[:, None], other=0.0)
+            if OFFSETS:
+                offsets = tl.load(offsets_ptr + scale + group, mask=inside[:, None], other=0.0)
+            words = tl.load(words_ptr + unit[:, None, None] * SIZE, mask=inside[:, None, None], other=0)
+            known &= at < end * COLUMNS
+        if K % COLUMNS != 0:
+            known &= at < K
+        x = tl.load(x_ptr + row * K + at, mask=known, other=0.0)
+        if not ASM:
+            x = x.to(tl.float32)
+        ordered, any_order = _rows(x, TILES, LANES, COLUMNS, ROWS)
+        # [W, 16, M], equal rows: where the tensor core has its sums
+        sums = tl.dot(bias.to(x.dtype), any_order)
+        sums = tl.broadcast_to(tl.reshape(sums, [WARPS, 1, 16, ROWS]), [WARPS, TILE // 16, 16, ROWS])
+        sums = tl.reshape(sums, [WARPS, TILE, ROWS])
+        products = tl.dot(_fragments(words, WARPS, R, COLUMNS, ASM), ordered, acc=sums)
+        scales = tl.permute(tl.reshape(scales.to(tl.float32), [WARPS, 8, TILE // 8]), [0, 2, 1])
+        acc += products * tl.reshape(scales, [WARPS, TILE])[:, :, None]
+        if OFFSETS:  # sums are those of x times -16
+            offsets = offsets.to(tl.float32) * -0.0625
+            offsets = tl.permute(tl.reshape(offsets, [WARPS, 8, TILE // 8]), [0, 2, 1])
+            acc += sums * tl.reshape(offsets, [WARPS, TILE])[:, :, None]
     out = tl.reshape(tl.sum(tl.reshape(acc, [TILES, LANES, TILE, ROWS]), 1), [TILES * TILE, ROWS])
     n = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)[:, None]
     m = tl.arange(0, ROWS)[None, :]
@@ -385,7 +371,7 @@ def launch_linear(
     wrap(fragment_kernel)[(programs, layout.splits)](
         x, words, scales, scales if offsets is None else offsets, parts, rows,
         N=out_features, K=k, GROUP=group_size, TILE=TILE, ROWS=8 if max_rows <= 8 else 16,
-        TILES=layout.tiles, LANES=layout.lanes, SPLITS=layout.splits, PARTS=1, STAGES=layout.stages,
+        TILES=layout.tiles, LANES=layout.lanes, SPLITS=layout.splits, STAGES=layout.stages,
         OFFSETS=offsets is not None, ASM=ASM,
         num_warps=layout.tiles * layout.lanes,
     )  # fmt: skip

@@ -115,7 +115,7 @@ from eyas.kernels.fragment_linear import fragment_kernel as kernel, plan
 def facts(n, k, group, offsets, rows):
     layout = plan(n, k, group)
     values = dict(N=n, K=k, GROUP=group, TILE=64, ROWS=rows, TILES=layout.tiles, LANES=layout.lanes,
-                  SPLITS=layout.splits, PARTS=1, STAGES=layout.stages, OFFSETS=offsets, ASM=True)
+                  SPLITS=layout.splits, STAGES=layout.stages, OFFSETS=offsets, ASM=True)
     pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*bf16", offsets_ptr="*bf16", out_ptr="*fp32")
     names = kernel.arg_names
     done = compile(
