@@ -4,18 +4,21 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from eyas.lowering.aoti_cpu import CompiledBlock, block_key, find_compiled, refuse_without_body
-from eyas.lowering.content_cache import ContentCache
+from eyas.lowering.content_cache import MAKING, ContentCache
 from eyas.lowering.cpu_kernels import are_built, build_libraries
 from eyas.passes.program import Block
 
@@ -30,7 +33,10 @@ class Worker:
 
     def __init__(self, cache: ContentCache):
         self._messages = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        command = [sys.executable, "-m", "eyas.lowering.compile_worker", str(cache.root), str(torch.get_num_threads())]
+        command = [
+            sys.executable, "-m", "eyas.lowering.compile_worker", str(cache.root), cache.making,
+            str(torch.get_num_threads()),
+        ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._messages, text=True,
             start_new_session=True,
@@ -57,12 +63,11 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and whatever it started."""
-        for kind in (signal.SIGTERM, signal.SIGKILL):
+        for kind, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):  # the second ends what the first has left
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, kind)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=10)
-                break
+                self._process.wait(timeout=seconds)
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -77,7 +82,9 @@ class CompilePool:
     """
 
     def __init__(self, cache: ContentCache, jobs: int):
-        self.cache = cache
+        self.cache = replace(cache, making=f"{MAKING}{secrets.token_hex(4)}-")
+        self._lock = threading.Lock()
+        self._ended = False
         self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(jobs)
@@ -89,17 +96,24 @@ class CompilePool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._ended = True
         for worker in self._workers:
             worker.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown()
+        self.cache.clear_making()
 
     def _submit(self, job: Mapping[str, object]) -> Future:
         def do() -> None:
             try:
                 worker = self._free.get_nowait()
             except queue.Empty:
-                worker = Worker(self.cache)
-                self._workers.append(worker)
+                with self._lock:
+                    if self._ended:
+                        raise RuntimeError("the pool has ended") from None
+                    worker = Worker(self.cache)
+                    self._workers.append(worker)
             try:
                 worker.ask(job)
             finally:

@@ -1,6 +1,7 @@
 """A process that compiles blocks: reads a job a line from its input, answers each with a line.
 
-``python -m eyas.lowering.compile_worker CACHE THREADS``; ``eyas.lowering.compile_pool`` talks to it.
+``python -m eyas.lowering.compile_worker CACHE MAKING THREADS``; ``eyas.lowering.compile_pool`` talks to it, and removes
+what it leaves half written in folders of the cache named ``MAKING`` and something.
 """
 
 import contextlib
@@ -11,8 +12,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    cache_root, threads = Path(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is half written is removed
+    cache_root, making, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what a compiler prints is no answer
         import torch
@@ -24,7 +24,8 @@ def main() -> int:
         from eyas.passes.program import Block
 
         torch.set_num_threads(threads)  # the compiler writes code for as many as there are
-        cache = ContentCache(cache_root)
+        cache = ContentCache(cache_root, making=making)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the compiler's temporary files are removed
         for line in sys.stdin:
             job = json.loads(line)
             try:

@@ -1,15 +1,19 @@
 """Finished things in a folder, by the hash of what they were made from: whole or absent, and checked when read."""
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 INDEX = "entry.json"
+MAKING = ".making-"
+STALE = 86400.0  # seconds after which whoever was making an entry is taken to be gone
 
 
 def default_root() -> Path:
@@ -37,11 +41,14 @@ class ContentCache:
     """Entries are folders ``root/kind/key`` of files, written elsewhere and renamed into place.
 
     Two writers of one key do not disturb each other: the first one wins. An entry whose files do not match their
-    recorded hashes is removed and made again. The least recently used ones go when ``max_bytes`` is passed.
+    recorded hashes is removed and made again. The least recently used ones go when ``max_bytes`` is passed. What is
+    being written lies in folders named ``making`` and something; ``clear_making`` removes those of processes that were
+    ended.
     """
 
     root: Path
     max_bytes: int = 8 << 30
+    making: str = MAKING
 
     def get(self, kind: str, key: str) -> Path | None:
         """The folder of an entry, or None if there is none or it is damaged."""
@@ -66,7 +73,7 @@ class ContentCache:
         """Makes an entry: ``fill`` writes its files into an empty folder. Returns the entry's folder."""
         parent = self.root / kind
         parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=parent) as making:
+        with tempfile.TemporaryDirectory(prefix=self.making, dir=parent) as making:
             folder = Path(making) / key
             folder.mkdir()
             fill(folder)
@@ -87,7 +94,23 @@ class ContentCache:
         found = self.get(kind, key)
         return (found, True) if found is not None else (self.put(kind, key, fill), False)
 
+    def clear_making(self, patience: float = 5.0) -> None:
+        """Removes what is half written, when those who wrote it have ended. Their compilers may take a moment longer to
+        end than they did: up to ``patience`` seconds.
+        """
+        until = time.monotonic() + patience
+        while left := list(self.root.glob(f"*/{self.making}*")):
+            for folder in left:
+                shutil.rmtree(folder, ignore_errors=True)
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+
     def _trim(self, keep: Path) -> None:
+        for folder in self.root.glob(f"*/{MAKING}*"):
+            with contextlib.suppress(OSError):  # another process is removing it
+                if time.time() - folder.stat().st_mtime > STALE:
+                    shutil.rmtree(folder, ignore_errors=True)
         entries = []
         for index in self.root.glob(f"*/*/{INDEX}"):
             try:

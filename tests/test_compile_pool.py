@@ -1,10 +1,12 @@
 """Compiler processes side by side: what they make is what one makes, and how they fail and end."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,7 +181,8 @@ def test_preparing_compiles_something(own, monkeypatch):
     assert host == "eyas" and not folder.exists() and len(program.graph.nodes) > 2
 
 
-def test_a_process_that_is_ended_leaves_nothing_half_written(own, tmp_path):
+@pytest.mark.parametrize("deaf", [False, True], ids=["asked to end", "killed"])
+def test_a_process_that_is_ended_leaves_nothing_half_written(deaf, own, tmp_path):
     cache = ContentCache(tmp_path / "cache")
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "cpu_kernels").symlink_to(own.root / "cpu_kernels")
@@ -192,7 +195,26 @@ def test_a_process_that_is_ended_leaves_nothing_half_written(own, tmp_path):
             if list(cache.root.glob("blocks/.making-*")):
                 break
             time.sleep(0.1)
+        if deaf:
+            os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="a compiler process ended"):
         future.result()
-    assert list(cache.root.glob("blocks")) and not list(cache.root.glob("blocks/*"))
-    assert not list(cache.root.glob("blocks/.making-*"))
+    assert list(cache.root.glob("blocks")) and not list((cache.root / "blocks").iterdir())
+
+
+def test_a_pool_that_ends_at_once_leaves_no_process(tmp_path, monkeypatch):
+    """Also where its threads come to starting them too late."""
+
+    class Late(queue.SimpleQueue):
+        def get_nowait(self):
+            time.sleep(0.2)
+            return super().get_nowait()
+
+    monkeypatch.setattr(compile_pool, "queue", SimpleNamespace(SimpleQueue=Late, Empty=queue.Empty))
+    started, stock = [], Worker.__init__
+    monkeypatch.setattr(Worker, "__init__", lambda self, cache: (stock(self, cache), started.append(self))[0])
+    with CompilePool(ContentCache(tmp_path), 2):
+        pass
+    for worker in started:
+        worker.close()
+    assert not started and not list(tmp_path.iterdir())

@@ -649,6 +649,18 @@ def test_the_cache_keeps_to_its_size(tmp_path):
     assert {str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*")} == {"one/e"}
 
 
+def test_what_others_left_half_written_goes_when_it_is_old(tmp_path):
+    cache = ContentCache(tmp_path, making=".making-mine-")
+    for name in (".making-new", ".making-old", ".making-mine-1"):
+        (tmp_path / "one" / name).mkdir(parents=True)
+        fill_with("half")(tmp_path / "one" / name)
+    os.utime(tmp_path / "one" / ".making-old", (1000, 1000))
+    cache.put("one", "a", fill_with("1"))
+    assert {p.name for p in (tmp_path / "one").iterdir()} == {"a", ".making-new", ".making-mine-1"}
+    cache.clear_making()
+    assert {p.name for p in (tmp_path / "one").iterdir()} == {"a", ".making-new"}
+
+
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "a"))
     assert default_root() == tmp_path / "a"
