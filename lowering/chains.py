@@ -1,7 +1,7 @@
 """A method whose graph calls blocks, as the chain of native calls that it is lowered to."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,13 @@ class Chain:
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     values: tuple[torch.Tensor, ...]
+
+    def calls(self) -> Iterator[tuple[Step, list[torch.Tensor], list[torch.Tensor]]]:
+        """Each step, with the values that it takes and gives."""
+        at = self.n_inputs
+        for step in self.steps:
+            yield step, [self.values[v] for v in step.inputs], list(self.values[at : at + step.n_results])
+            at += step.n_results
 
 
 def chain_of(method: str, program: Program, compiled: Mapping[str, CompiledBlock]) -> Chain:
