@@ -1,0 +1,125 @@
+"""Attention split over the keys: the op on cpu, and what the compiler makes of the kernel (numbers: ``cuda/``)."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_fragment_linear import resource_usage
+
+from eyas.kernels.splitk_sdpa import TILE_ROWS, plan, splitk_sdpa, supports
+
+SHARED = 227 * 1024  # bytes that a program may have of a Hopper multiprocessor
+REAL = [(32, 4, 512, 0), (32, 16, 256, 1024), (4, 1, 256, 0), (4, 1, 256, 512), (32, 8, 128, 0), (24, 8, 64, 0)]
+
+
+def problem(heads, kv_heads, width, size, rows):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, rows, heads, width, generator=generator).bfloat16().transpose(1, 2)
+    return q, *(torch.randn(1, kv_heads, size, width, generator=generator).bfloat16() for _ in range(2))
+
+
+def attention(q, k, v, mask):
+    q, k, v = (t.float() for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True).bfloat16()
+
+
+def test_the_op_on_cpu_is_attention_over_the_keys_so_far():
+    q, k, v = problem(6, 2, 64, 50, 5)
+    positions = torch.tensor([7, 0, 49, 3, 20])
+    mask = torch.arange(50) <= positions[:, None]
+    expected = attention(q, k, v, mask)
+    torch.testing.assert_close(splitk_sdpa(q, k, v, positions, 0.3), expected)
+
+
+@pytest.mark.parametrize("last", [3, 12, 19, 20, 61])
+def test_the_op_on_cpu_reads_a_ring(last):
+    """Of 20 rows, for a window of 13 and 4 rows a call; it has gone round three times at the end."""
+    q, k, v = problem(4, 2, 64, last + 1, 4)
+    positions = torch.arange(last - 3, last + 1)
+    age = positions[:, None] - torch.arange(last + 1)
+    mask = (age >= 0) & (age < 13)
+    expected = attention(q, k, v, mask)
+    rings = []
+    for history in (k, v):
+        ring = torch.full((1, 2, 20, 64), float("nan"), dtype=torch.bfloat16)
+        for j in range(max(0, last - 19), last + 1):
+            ring[:, :, j % 20] = history[:, :, j]
+        rings.append(ring)
+    torch.testing.assert_close(splitk_sdpa(q, *rings, positions, 0.3, 13, 4), expected)
+
+
+def test_its_fake_has_its_type():
+    q, k, v = problem(4, 2, 64, 50, 3)
+    positions = torch.tensor([1, 2, 3])
+    made = splitk_sdpa(q, k, v, positions, 0.3)
+    fake = splitk_sdpa(*(t.to("meta") for t in (q, k, v, positions)), 0.3)
+    assert (fake.shape, fake.dtype, fake.stride()) == (made.shape, made.dtype, made.stride())
+    assert made.transpose(1, 2).is_contiguous()
+
+
+def test_operands_that_do_not_belong_together():
+    q, k, v = problem(4, 2, 64, 50, 3)
+    positions = torch.tensor([1, 2, 3])
+    with pytest.raises(ValueError, match=r"q \[1, 4, 3, 64\], k \[1, 2, 50, 64\] and v \[1, 2, 49, 64\] do not belong"):
+        splitk_sdpa(q, k, v[:, :, :49], positions, 0.3)
+    with pytest.raises(ValueError, match=r"q \[1, 3, 3, 64\], k .* do not belong together"):
+        splitk_sdpa(q[:, :3], k, v, positions, 0.3)
+    with pytest.raises(ValueError, match="a ring of 50 rows; a window of 48 and 4 rows a call need 51"):
+        splitk_sdpa(q, k, v, positions, 0.3, 48, 4)
+
+
+def test_supports():
+    assert supports(256, torch.bfloat16, 1, 16) is None
+    assert supports(96, torch.bfloat16, 1, 1) == "head width 96 has no kernel; allowed: 64, 128, 256, 512"
+    assert supports(64, torch.float32, 1, 1) == "the query is torch.float32; the kernel takes torch.bfloat16"
+    assert supports(64, torch.bfloat16, 2, 1) == "the batch is 2; the kernel takes 1"
+    assert supports(64, torch.bfloat16, 1, 17) == "a call has up to 17 rows; the kernel takes 16"
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize("case", REAL)
+def test_plans(case, rows):
+    """A tile holds a call's rows where they fit, and no multiprocessor is left without a split but by a few."""
+    heads, kv_heads, width, _ = case
+    layout = plan(heads, kv_heads, width, rows)
+    assert layout.rows >= min(TILE_ROWS, rows * heads // kv_heads) and layout.rows in (16, 32, 64)
+    assert layout.splits == 64 or 132 - kv_heads < layout.splits * kv_heads <= 132
+
+
+COMPILE = """
+import json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from eyas.kernels.splitk_sdpa import plan, splitk_kernel as kernel
+heads, kv_heads, width, window, size, rows = json.loads(sys.argv[1])
+layout = plan(heads, kv_heads, width, rows)
+values = dict(HEADS=heads, KV_HEADS=kv_heads, D=width, L=size, WINDOW=window, ROWS=layout.rows, KEYS=layout.keys,
+              SPLITS=layout.splits, STAGES=layout.stages, INTERPRETED=False)
+pointers = dict(q_ptr="*bf16", k_ptr="*bf16", v_ptr="*bf16", pos_ptr="*i64", sums_ptr="*fp32", state_ptr="*fp32")
+numbers = dict(M="i32", q_head_stride="i32", q_row_stride="i32", scale="fp32")
+names = kernel.arg_names
+aligned = [*pointers, "q_head_stride", "q_row_stride"]
+done = compile(
+    ASTSource(kernel, {**pointers, **numbers, **dict.fromkeys(values, "constexpr")},
+              {(names.index(name),): value for name, value in values.items()},
+              {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}),
+    target=GPUTarget("cuda", 90, 32), options={"num_warps": layout.warps})
+print(json.dumps({"ptx": done.asm["ptx"], "cubin": done.asm["cubin"].hex(), "shared": done.metadata.shared}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(*REAL[0], 131072, 8), (*REAL[1], 2048, 8), (*REAL[3], 1024, 16)], ids=str)
+def test_keys_and_values_are_fetched_ahead(case, tmp_path):
+    """For Hopper, without a GPU: 16 bytes at a time, straight into shared memory; no spills."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(case)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    facts = json.loads(done.stdout)
+    assert "cp.async.cg.shared.global" in facts["ptx"] and facts["shared"] <= SHARED
+    tile = plan(case[0], case[1], case[2], case[5])
+    product = "wgmma.mma_async.sync.aligned.m64" if tile.rows == 64 else "mma.sync.aligned.m16n8k16"
+    assert product in facts["ptx"]
+    assert resource_usage(bytes.fromhex(facts["cubin"]), tmp_path / "kernel.cubin") <= 65536 // (32 * tile.warps)
