@@ -164,7 +164,7 @@ def _fragments(words, WARPS: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def _rows(x, TILES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def ordered_rows(x, TILES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """x of a unit a lane, ``[L, C, ROWS / 8, 256]`` -> twice ``[W, COLUMNS, ROWS]``: columns in the order of
     ``_fragments``, and in that of a product with something of 16 bits."""
     x = tl.reshape(x, [1, LANES, COLUMNS // 32, ROWS // 8, 8, 4, 2, 2, 2])  # . L c mh ml q s kh e
@@ -232,7 +232,7 @@ def fragment_kernel(
         x = tl.load(x_ptr + row * K + at, mask=known, other=0.0)
         if not ASM:
             x = x.to(tl.float32)
-        ordered, any_order = _rows(x, TILES, LANES, COLUMNS, ROWS)
+        ordered, any_order = ordered_rows(x, TILES, LANES, COLUMNS, ROWS)
         # [W, 16, M], equal rows: where the tensor core has its sums
         sums = tl.dot(bias.to(x.dtype), any_order)
         sums = tl.broadcast_to(tl.reshape(sums, [WARPS, 1, 16, ROWS]), [WARPS, TILE // 16, 16, ROWS])

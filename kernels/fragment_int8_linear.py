@@ -1,0 +1,254 @@
+"""Linear layers on CUDA over 8-bit weights with one scale a row, stored as the tensor core's own fragments: heads and
+embeddings. What ``fragment_linear`` is for 4 bits; its words, tiles, lanes and splits are those of that file.
+
+A 32-bit word holds four of the weights that a thread of ``mma.m16n8k16`` needs of a 16x16 tile. Of a byte, the lower
+seven bits and the sign make the bfloat16 numbers ``128 + low`` and ``128`` or ``256``; their difference is the weight,
+exactly. A row's scale is applied to its float32 sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eyas.kernels.fragment_linear import ASM, MAX_ROWS, TILE, Plan, add_splits_kernel, ordered_rows, wrap
+from eyas.kernels.int8_linear import dequantize
+
+COLUMNS = 32  # of a unit
+
+
+def supports(dtype: torch.dtype, rows: int) -> str | None:
+    """Why calls of at most ``rows`` rows of ``dtype`` have no kernel here, or None if they have one."""
+    if dtype != torch.bfloat16:
+        return f"activations are {dtype}; the kernel takes torch.bfloat16"
+    if rows > MAX_ROWS:
+        return f"a call has up to {rows} rows; the kernel takes {MAX_ROWS}"
+    return None
+
+
+def pack_int8_fragments(qweight: Tensor) -> Tensor:
+    """int8 ``[N, K]`` -> int32 ``[T, U, R, 32, 4]``, rows and columns past the end zero: T tiles of 64 rows, U units of
+    32 columns, R fragments of 16 rows, 32 threads.
+    """
+    n, k = qweight.shape
+    n_tiles, n_units = -(-n // TILE), -(-k // COLUMNS)
+    q = torch.nn.functional.pad(qweight, (0, n_units * COLUMNS - k, 0, n_tiles * TILE - n))
+    q = q.view(n_tiles, TILE // 16, 2, 8, n_units, 4, 2, 2, 2)  # T R rh g U q s kh e
+    q = q.permute(0, 4, 1, 3, 5, 6, 7, 8, 2).contiguous()  # T U R g q s kh e rh
+    return q.view(n_tiles, n_units, TILE // 16, 32, 16).view(torch.int32)
+
+
+def unpack_int8_fragments(fragments: Tensor, out_features: int, in_features: int) -> Tensor:
+    """The inverse of ``pack_int8_fragments``: int32 ``[T, U, R, 32, 4]`` -> int8 ``[out_features, in_features]``."""
+    n_tiles, n_units, n_fragments = fragments.shape[:3]
+    q = fragments.view(torch.int8).view(n_tiles, n_units, n_fragments, 8, 4, 2, 2, 2, 2)  # T U R g q s kh e rh
+    q = q.permute(0, 2, 8, 3, 1, 4, 5, 6, 7).reshape(n_tiles * TILE, n_units * COLUMNS)
+    return q[:out_features, :in_features]
+
+
+@triton.jit
+def _unpack(words, ASM: tl.constexpr):
+    """int32 ``[..., 4]`` words of a lane -> bfloat16 ``[..., 4, 2, 2]`` weights.
+
+    Of the four numbers of a lane's axis, an even one is the lower half of a register and an odd one the upper.
+    """
+    if ASM:
+        y0, y1, y2, y3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, low, sign;
+            lop3.b32 low, $4, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 sign, $4, 0x00800080, 0x43004300, 0xea;
+            sub.rn.bf16x2 $0, low, sign;
+            shr.b32 t, $4, 8;
+            lop3.b32 low, t, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 sign, t, 0x00800080, 0x43004300, 0xea;
+            sub.rn.bf16x2 $1, low, sign;
+            lop3.b32 low, $5, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 sign, $5, 0x00800080, 0x43004300, 0xea;
+            sub.rn.bf16x2 $2, low, sign;
+            shr.b32 t, $5, 8;
+            lop3.b32 low, t, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 sign, t, 0x00800080, 0x43004300, 0xea;
+            sub.rn.bf16x2 $3, low, sign;
+            }""",
+            "=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(tl.bfloat16,) * 4,
+            is_pure=True,
+            pack=2,
+        )
+        q = tl.join(tl.join(y0, y2), tl.join(y1, y3))  # of two words [..., s, kh]: [..., s, e, kh, rh]
+    else:  # the same for the interpreter, which knows no assembly
+        A: tl.constexpr = words.shape[0]
+        B: tl.constexpr = words.shape[1]
+        C: tl.constexpr = words.shape[2] // 4
+        even, odd = tl.split(tl.reshape(words, [A, B, C, 2, 2]))
+        word = tl.reshape(tl.join(even, odd), [A, B, C, 2, 1, 2, 1])  # s . kh .
+        e = tl.arange(0, 2)[None, None, None, None, :, None, None] * 16
+        rh = tl.arange(0, 2)[None, None, None, None, None, None, :] * 8
+        q = (word << (24 - e - rh)) >> 24
+        q = q.to(tl.float32)
+    return q
+
+
+@triton.jit
+def _fragments(words, WARPS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr):
+    """Words of a unit a warp, int32 ``[W, R, 128]`` -> its weights ``[W, TILE, 32]``, columns in the order of
+    ``ordered_rows``.
+    """
+    a = tl.reshape(_unpack(words, ASM), [WARPS, TILE // 16, 8, 4, 2, 2, 2, 2])  # W R g q s e kh rh
+    return tl.reshape(tl.permute(a, [0, 1, 7, 2, 6, 3, 4, 5]), [WARPS, TILE, 32])  # W R rh g | kh q s e
+
+
+@triton.jit(do_not_specialize=["M"])
+def fragment_int8_kernel(
+    x_ptr, words_ptr, scales_ptr, out_ptr, M,
+    N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """``TILES`` tiles of outputs, of one split of the input width; a warp a tile and lane of units.
+
+    ``ROWS``: M rounded up to 8 or 16. Units go round over the ``LANES``.
+    """
+    COLUMNS: tl.constexpr = 32
+    UNITS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    PER_SPLIT: tl.constexpr = (UNITS + SPLITS - 1) // SPLITS
+    STEPS: tl.constexpr = (PER_SPLIT + LANES - 1) // LANES
+    EVEN: tl.constexpr = PER_SPLIT % LANES == 0 and UNITS % SPLITS == 0
+    N_TILES: tl.constexpr = (N + TILE - 1) // TILE
+    WARPS: tl.constexpr = TILES * LANES
+    R: tl.constexpr = TILE // 16
+    first = tl.program_id(1) * PER_SPLIT
+    end = tl.minimum(first + PER_SPLIT, UNITS)
+    lane = first + tl.arange(0, LANES)
+    warp = first + tl.arange(0, WARPS) % LANES
+    tile = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, WARPS) // LANES, N_TILES - 1)
+    # The last dimension of a load goes over the threads of a warp, the first one over the warps.
+    word = tl.arange(0, R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    words_ptr += tile.to(tl.int64)[:, None, None] * (UNITS * R * 128) + word
+    entry = tl.arange(0, 256)[None, None, None, :]
+    row = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + entry // 32
+    column = tl.arange(0, 1)[None, :, None, None] * 32 + entry % 32
+    acc = tl.zeros([WARPS, TILE, ROWS], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        unit = warp + step * LANES
+        at = (lane + step * LANES)[:, None, None, None] * COLUMNS + column
+        known = row < M
+        if EVEN:
+            words = tl.load(words_ptr + unit[:, None, None] * (R * 128))
+        else:
+            words = tl.load(words_ptr + unit[:, None, None] * (R * 128), mask=(unit < end)[:, None, None], other=0)
+            known &= at < end * COLUMNS
+        if K % COLUMNS != 0:
+            known &= at < K
+        x = tl.load(x_ptr + row * K + at, mask=known, other=0.0)
+        if not ASM:
+            x = x.to(tl.float32)
+        ordered, _ = ordered_rows(x, TILES, LANES, COLUMNS, ROWS)
+        acc = tl.dot(_fragments(words, WARPS, TILE, ASM), ordered, acc=acc)
+    out = tl.reshape(tl.sum(tl.reshape(acc, [TILES, LANES, TILE, ROWS]), 1), [TILES * TILE, ROWS])
+    n = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)[:, None]
+    m = tl.arange(0, ROWS)[None, :]
+    out *= tl.load(scales_ptr + n, mask=n < N, other=0.0)
+    out_ptr += tl.program_id(1) * (M * N)
+    tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+
+
+@triton.jit
+def gather_kernel(
+    ids_ptr, words_ptr, scales_ptr, out_ptr,
+    K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` columns of row ``ids[i]`` of the weight, as numbers of ``out``'s dtype, ``[M, K]``; words as bytes."""
+    UNITS: tl.constexpr = (K + 31) // 32
+    i = tl.program_id(0)
+    n = tl.load(ids_ptr + i)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    r = n % TILE
+    lane = r % 8 * 4 + k % 32 // 8
+    byte = k % 8 // 2 * 4 + k % 2 * 2 + r % 16 // 8  # of a lane's 16: s and kh give the word, e and rh the byte
+    at = ((n // TILE * UNITS + k // 32) * (TILE // 16) + r // 16) * 512 + lane * 16 + byte
+    q = tl.load(words_ptr + at, mask=k < K, other=0).to(tl.float32)
+    tl.store(out_ptr + i * K + k, (q * tl.load(scales_ptr + n)).to(out_ptr.dtype.element_ty), mask=k < K)
+
+
+def plan(out_features: int, in_features: int) -> Plan:
+    """The layout for a weight, a function of its shape alone, so that every number of rows has the same bits: at least
+    10 warps for each of 132 multiprocessors, each with at least two units.
+    """
+    n_tiles, units = -(-out_features // TILE), -(-in_features // COLUMNS)
+    tiles, lanes = (4, 1) if n_tiles >= 512 else (2, 2)
+    return Plan(tiles, lanes, splits=max(1, min(-(-1320 // (n_tiles * lanes)), units // (2 * lanes))))
+
+
+def _checked(x: Tensor, words: Tensor) -> int:
+    """K. Raises ``ValueError`` where the operands do not belong together."""
+    k, units = x.shape[1], words.shape[1]
+    if -(-k // COLUMNS) != units:
+        raise ValueError(f"x has {k} columns, the weight {units} units of {COLUMNS}")
+    return k
+
+
+def launch_int8_linear(x: Tensor, words: Tensor, scales: Tensor, out_features: int, max_rows: int = MAX_ROWS) -> Tensor:
+    """``x @ w.T`` for int8 ``w`` and 1 to ``max_rows`` rows, each with the bits that it has alone.
+
+    Shapes: ``x`` bfloat16 ``[M, K]`` with dense rows; ``words`` int32 ``[T, U, 4, 32, 4]`` of ``pack_int8_fragments``;
+    ``scales`` float32 ``[out_features]``; result ``[M, out_features]`` in ``x``'s dtype, accumulated in float32. With
+    ``max_rows`` of at most 8 the tensor core has half of the work; it does not change a bit. Raises ``ValueError`` for
+    operands that do not belong together.
+    """
+    k = _checked(x, words)
+    x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k)
+    out = x.new_empty((rows, out_features))
+    parts = out if layout.splits == 1 else x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
+    wrap(fragment_int8_kernel)[(-(-words.shape[0] // layout.tiles), layout.splits)](
+        x, words, scales, parts, rows,
+        N=out_features, K=k, TILE=TILE, ROWS=8 if max_rows <= 8 else 16,
+        TILES=layout.tiles, LANES=layout.lanes, SPLITS=layout.splits, STAGES=layout.stages, ASM=ASM,
+        num_warps=layout.tiles * layout.lanes,
+    )  # fmt: skip
+    if layout.splits > 1:
+        size = rows * out_features
+        wrap(add_splits_kernel)[(triton.cdiv(size, 1024),)](parts, out, size, SPLITS=layout.splits, BLOCK=1024)
+    return out
+
+
+def launch_int8_embedding(ids: Tensor, words: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
+    """Rows of a table from the words that a head reads.
+
+    Shapes: ``ids`` int64 ``[...]`` in ``[0, N)``; ``words`` and ``scales`` as in ``launch_int8_linear``; result
+    ``[..., in_features]`` in ``dtype``.
+    """
+    flat = ids.reshape(-1)
+    out = torch.empty((flat.shape[0], in_features), dtype=dtype, device=ids.device)
+    wrap(gather_kernel)[(flat.shape[0], triton.cdiv(in_features, 1024))](
+        flat, words.view(torch.int8), scales, out, K=in_features, TILE=TILE, BLOCK=1024,
+    )  # fmt: skip
+    return out.view(*ids.shape, in_features)
+
+
+fragment_int8_linear = torch.library.triton_op("eyas::fragment_int8_linear", launch_int8_linear, mutates_args=())
+fragment_int8_embedding = torch.library.triton_op(
+    "eyas::fragment_int8_embedding", launch_int8_embedding, mutates_args=()
+)
+
+
+@fragment_int8_linear.register_fake
+def _(x, words, scales, out_features, max_rows=MAX_ROWS):
+    return x.new_empty((x.shape[0], out_features))
+
+
+@fragment_int8_embedding.register_fake
+def _(ids, words, scales, in_features, dtype):
+    return scales.new_empty((*ids.shape, in_features), dtype=dtype)
+
+
+@fragment_int8_linear.register_kernel("cpu")
+def _(x, words, scales, out_features, max_rows=MAX_ROWS):
+    w = dequantize(unpack_int8_fragments(words, out_features, _checked(x, words)), scales)
+    return (x.float() @ w.T).to(x.dtype)
+
+
+@fragment_int8_embedding.register_kernel("cpu")
+def _(ids, words, scales, in_features, dtype):
+    return dequantize(unpack_int8_fragments(words, scales.shape[0], in_features), scales)[ids].to(dtype)
