@@ -22,6 +22,8 @@ def parser() -> argparse.ArgumentParser:
     kernels = commands.add_parser("kernels", help="kernels against others', for each projection of the models")
     kernels.add_argument("--rows", help="numbers of rows (default 1,2,5,8,64; on cuda 1,2,4,5,8,16)")
     kernels.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default cpu)")
+    kernels.add_argument("--kinds", default="int4,int8,attention", help="on cuda, which of them (default all)")
+    kernels.add_argument("--no-executorch", action="store_true", help="on cuda, without the peers that tune themselves")
     identity = commands.add_parser("identity", help="speculative against greedy text, bits of rows, and eager text")
     identity.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     identity.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
@@ -62,10 +64,13 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--rows takes comma-separated numbers of at least 1, got {bad[0]!r}")
         rows = [int(part) for part in parts]
         if args.device == "cuda":
-            from eyas.tools.bench_cuda_kernels import bench_cuda_kernels as measure
+            from eyas.tools.bench_cuda_kernels import bench_cuda_kernels
+
+            figures = bench_cuda_kernels(rows, tuple(args.kinds.split(",")), not args.no_executorch)
         else:
-            from eyas.tools.bench_kernels import bench_kernels as measure
-        figures = measure(rows)
+            from eyas.tools.bench_kernels import bench_kernels
+
+            figures = bench_kernels(rows)
     elif args.command == "identity":
         from eyas.tools.bench_program import bench_identity
 

@@ -1,11 +1,7 @@
 """Times the CUDA kernels against others', as replays of CUDA graphs, weights rotated so that they come from memory."""
 
-import importlib.util
-import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -13,10 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from eyas.kernels import fragment_int8_linear as int8
 from eyas.kernels.fragment_linear import TILE, launch_linear, launch_matmul, unit_columns
+from eyas.tools.bench_cuda_attention import bench_attention
+from eyas.tools.cuda_timing import REPLAYS, copy_rate, executorch_kernels, graph_us, rotated
 
-ROTATED_BYTES = 300 << 20  # five times the L2 of an H200
-REPLAYS = 15
+KINDS = ("int4", "int8", "attention")
 # (out, in) of Gemma 4 31B's projections, and how many of each a step reads: q, k and v of a sliding or a global layer
 # in one, the outputs of both, gate and up in one, down, the head; then some of them apart
 GEMMA4 = {
@@ -31,6 +29,7 @@ GEMMA4 = {
     (8192, 5376): 0,
 }
 GEMMA3_270M = ((1024, 640), (256, 640), (640, 1024), (4096, 640), (640, 2048), (262144, 640))
+HEADS = ((262144, 5376), (262144, 640), (32000, 5376))  # the last: a draft vocabulary
 RECIPES = ((128, False), (32, True))  # group size, zero points
 
 
@@ -61,48 +60,9 @@ class Weight:
         return sum(t.nbytes for t in (self.words, self.scales, self.offsets) if t is not None)
 
 
-def graph_us(call: Callable[[int], object], times: int) -> float:
-    """Median microseconds of ``call(i)`` within a CUDA graph of ``times`` calls."""
-    for i in range(2):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(times):
-            call(i)
-    samples = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(1e3 * start.elapsed_time(end) / times)
-    return statistics.median(samples[2:])
-
-
-def copy_rate() -> float:
-    """Bytes a second of a pass that reads 1 GiB and writes as much."""
-    source, target = (torch.rand(1 << 28, device="cuda") for _ in range(2))
-    return 2e6 * source.nbytes / graph_us(lambda i: torch.add(source, 1, out=target), 8)
-
-
-def executorch_int4() -> ModuleType | None:
-    """The int4 kernels of an installed ExecuTorch, without the packages that its other backends need."""
-    found = importlib.util.find_spec("executorch")
-    if found is None:
-        return None
-    (root,) = found.submodule_search_locations
-    path = Path(root, "backends/cuda/triton/kernels/int4_matmul.py")
-    spec = importlib.util.spec_from_file_location("executorch_int4_matmul", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def dense_us(x: Tensor, n: int) -> float:
     """Microseconds of torch's product with a bfloat16 weight ``[n, K]``."""
-    copies = max(2, -(-ROTATED_BYTES // (2 * n * x.shape[1])))
+    copies = rotated(2 * n * x.shape[1])
     dense = [torch.randn(n, x.shape[1], device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     return graph_us(lambda i: x @ dense[i % copies].T, max(8, copies))
 
@@ -119,7 +79,7 @@ def peers(n: int, k: int, group: int, rows: int, peer: ModuleType | None) -> dic
     """Microseconds of other kernels for the same product; None where one does not take it."""
     x = torch.randn(rows, k, device="cuda").bfloat16()
     times: dict[str, float | None] = {}
-    copies = max(2, -(-ROTATED_BYTES // (n * k // 2)))
+    copies = rotated(n * k // 2)
     times["cuBLAS bf16"] = dense_us(x, n)
     packed = [torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda") for _ in range(copies)]
     times["_weight_int4pack_mm"] = tinygemm_us(x, packed, group)
@@ -132,17 +92,17 @@ def peers(n: int, k: int, group: int, rows: int, peer: ModuleType | None) -> dic
     return times
 
 
-def bench_linear(rows: list[int], rate: float, console: Console) -> tuple[list[dict], dict]:
+def bench_int4(rows: list[int], rate: float, console: Console, others: bool) -> tuple[list[dict], dict]:
     figures, spent = [], {}
     names = ("cuBLAS bf16", "_weight_int4pack_mm", "executorch int4")
-    peer = executorch_int4()
+    peer = executorch_kernels("int4_matmul") if others else None
     for group, offsets in RECIPES:
         table = Table(title=f"int4 products, µs, groups of {group}{', zero points' if offsets else ''}")
         for column in ("out x in", "rows", "floor", "eyas", "of the copy rate", *names):
             table.add_column(column, justify="right")
         for n, k in (*GEMMA4, *GEMMA3_270M):
             nbytes = Weight.random(n, k, group, offsets).nbytes
-            weights = [Weight.random(n, k, group, offsets) for _ in range(max(2, -(-ROTATED_BYTES // nbytes)))]
+            weights = [Weight.random(n, k, group, offsets) for _ in range(rotated(nbytes))]
             for m in rows:
                 x = torch.randn(m, k, device="cuda").bfloat16()
                 most = 8 if max(rows) <= 8 else 16
@@ -170,8 +130,38 @@ def bench_linear(rows: list[int], rate: float, console: Console) -> tuple[list[d
     return figures, shares
 
 
-def bench_cuda_kernels(rows: list[int]) -> dict[str, object]:
-    """Prints a table a recipe. Raises ``RuntimeError`` without a GPU."""
+def bench_int8(rows: list[int], rate: float, console: Console) -> list[dict]:
+    figures = []
+    table = Table(title="int8 products of heads, µs, a scale a row")
+    for column in ("out x in", "rows", "floor", "eyas", "of the copy rate", "cuBLAS bf16"):
+        table.add_column(column, justify="right")
+    for n, k in HEADS:
+        nbytes = n * k + 4 * n
+        shape = -(-n // TILE), -(-k // int8.COLUMNS), TILE // 16, 32, 4
+        words = [
+            torch.empty(shape, dtype=torch.int32, device="cuda").random_(-(2**31), 2**31)
+            for _ in range(rotated(nbytes))
+        ]
+        scales = torch.rand(n, device="cuda")
+        for m in (m for m in rows if m <= 16):
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            most = 8 if max(rows) <= 8 else 16
+            call = lambda i, x=x: int8.launch_int8_linear(x, words[i % len(words)], scales, n, max_rows=most)  # noqa: B023, E731
+            own, floor, dense = graph_us(call, max(8, len(words))), 1e6 * nbytes / rate, dense_us(x, n)
+            figures.append({"out": n, "in": k, "rows": m, "us": own, "floor_us": floor, "cuBLAS bf16": dense})
+            cells = f"{n}x{k}", str(m), f"{floor:.1f}", f"{own:.1f}", f"{floor / own:.0%}", f"{dense:.1f}"
+            table.add_row(*cells)
+            print(*cells, file=sys.stderr, flush=True)
+    console.print(table)
+    return figures
+
+
+def bench_cuda_kernels(rows: list[int], kinds: tuple[str, ...] = KINDS, others: bool = True) -> dict[str, object]:
+    """Prints a table a recipe and kind. ``others``: with ExecuTorch's kernels beside. Raises ``RuntimeError`` without a
+    GPU, ``ValueError`` for a kind that is not one of ``KINDS``.
+    """
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"unknown kind {unknown[0]!r} of cuda kernels; allowed: {', '.join(KINDS)}")
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device was found; --device cpu times the cpu kernels")
     console = Console(width=140)
@@ -180,5 +170,11 @@ def bench_cuda_kernels(rows: list[int]) -> dict[str, object]:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy rate {rate / 1e12:.2f} TB/s; "
         f"medians of {REPLAYS - 2} graph replays"
     )
-    figures, shares = bench_linear(rows, rate, console)
-    return {"device": torch.cuda.get_device_name(), "copy_rate": rate, "linear": figures, "gemma4_31b": shares}
+    made: dict[str, object] = {"device": torch.cuda.get_device_name(), "copy_rate": rate}
+    if "attention" in kinds:
+        made["attention"] = bench_attention(rows, rate, console, others)
+    if "int8" in kinds:
+        made["int8"] = bench_int8(rows, rate, console)
+    if "int4" in kinds:
+        made["int4"], made["gemma4_31b"] = bench_int4(rows, rate, console, others)
+    return made
