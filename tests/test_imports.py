@@ -16,7 +16,8 @@ MAY_IMPORT = {
     "passes": {"kernels"},
     "runtime": {"kernels"},
     "lowering": {"models", "passes", "kernels", "runtime"},  # the artifact's format lives in runtime
-    "tools": {"models", "passes", "kernels", "runtime", "lowering"},
+    "training": {"models", "kernels"},
+    "tools": {"models", "passes", "kernels", "runtime", "lowering", "training"},
 }
 HEAVY = {"torch", "transformers", "executorch", "triton"}
 MODULES = [(folder, path) for folder in MAY_IMPORT for path in sorted((ROOT / folder).rglob("*.py"))]
