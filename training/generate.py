@@ -49,13 +49,19 @@ class Generator:
         self.teacher, self.stop_ids = teacher, torch.tensor(sorted(stop_ids), device=teacher.device)
         self.seed = seed
         self._graphs: dict[tuple[int, float], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+        self._room = -1  # the caches that the graphs use
 
     @torch.no_grad()
-    def texts(self, prompts: Sequence[Prompt], new_tokens: int, temperature: float, batch: int) -> list[Text]:
-        """Continues prompts of equal length; ``batch`` numbers the call, and its random numbers follow from that."""
+    def texts(
+        self, prompts: Sequence[Prompt], new_tokens: int, temperature: float, batch: int, size: int = 0
+    ) -> list[Text]:
+        """Continues prompts of equal length; ``batch`` numbers the call, and its random numbers follow from that.
+        ``size``: rows of a step where there are fewer prompts, so that calls share a graph.
+        """
         (length,) = {len(p.ids) for p in prompts}
         torch.manual_seed(self.seed * 1_000_003 + batch)
-        tokens = torch.tensor([p.ids for p in prompts], device=self.teacher.device)
+        rows = [p.ids for p in prompts] + [prompts[0].ids] * (size - len(prompts))
+        tokens = torch.tensor(rows, device=self.teacher.device)
         hidden, _ = self.teacher.forward(tokens, 0)
         made = [self.pick(hidden[:, -1:], temperature)]
         ended = torch.isin(made[0], self.stop_ids)
@@ -68,8 +74,7 @@ class Generator:
         stops = torch.isin(new, self.stop_ids).int()
         lengths = torch.where(stops.any(1), stops.argmax(1) + 1, new.shape[1]).tolist()
         return [
-            Text(p.kind, (*p.ids, *row[:n]), length, temperature)
-            for p, row, n in zip(prompts, new.tolist(), lengths, strict=True)
+            Text(p.kind, (*p.ids, *row[:n]), length, temperature) for p, row, n in zip(prompts, new.tolist(), lengths)
         ]
 
     def pick(self, hidden: Tensor, temperature: float) -> Tensor:
@@ -83,6 +88,9 @@ class Generator:
         if self.teacher.device.type != "cuda":
             hidden, _ = self.teacher.forward(tokens, position)
             return self.pick(hidden, temperature)
+        if self._room != self.teacher.rooms:
+            self._graphs.clear()
+            self._room = self.teacher.rooms
         key = (tokens.shape[0], temperature)
         if key not in self._graphs:
             self._graphs[key] = self._capture(tokens, temperature)

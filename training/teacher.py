@@ -23,6 +23,7 @@ class Teacher:
         materialize(module, "target.", checkpoint.tensors, load_recipe("none"), dtype, offset)
         self.module: TapTarget | nn.Module = module.to(device).eval()
         self.dtype, self.device, self.max_seq_len = dtype, device, max_seq_len
+        self.rooms = 0  # how often the caches were made anew
 
     @property
     def vocab_size(self) -> int:
@@ -64,8 +65,11 @@ class Teacher:
         return torch.cat(best).view(hidden.shape[:2]), torch.cat(logits).view(*hidden.shape[:2], -1)
 
     def _make_room(self, sequences: int) -> None:
-        for module in self.module.modules():
-            if isinstance(module, KVCache) and module.k.shape[0] != sequences:
-                for name in ("k", "v"):
-                    old = getattr(module, name)
-                    setattr(module, name, old.new_zeros(sequences, *old.shape[1:]))
+        caches = [module for module in self.module.modules() if isinstance(module, KVCache)]
+        if all(cache.k.shape[0] == sequences for cache in caches):
+            return
+        self.rooms += 1
+        for cache in caches:
+            for name in ("k", "v"):
+                old = getattr(cache, name)
+                setattr(cache, name, old.new_zeros(sequences, *old.shape[1:]))
