@@ -575,6 +575,23 @@ def test_identity_of_a_tiny_artifact(tiny, tool, tmp_path):
     assert figures["tau"]["4"] == 1 and 1 < figures["oracle_tau"]["4"] <= 5
 
 
+def test_acceptance_by_kind(tiny, tool, tmp_path):
+    held_out, stats = tmp_path / "held_out.json", tmp_path / "stats.json"
+    prompts = [{"kind": kind, "ids": [2, i, 7]} for i, kind in enumerate(("prose", "prose", "code", "prose"), 3)]
+    held_out.write_text(json.dumps({"prompts": prompts}))
+    options = "--prompts", held_out, "--per-kind", 2, "--new-tokens", 6
+    code, out, _ = tool(bench, "--stats-json", stats, "acceptance", tiny.path, *options)
+    figures = json.loads(stats.read_text())["kinds"]
+    assert code == 0 and {kind: f["prompts"] for kind, f in figures.items()} == {"prose": 2, "code": 1}
+    for found in figures.values():
+        assert found["same"] and all(1 <= tau <= 1 + int(chain) for chain, tau in found["tau"].items())
+        assert 0 <= found["repeated"] <= 1 and all(0 <= share <= 1 for share in found["by_position"])
+    assert "accepted by position, code: " in out and "yes" in out
+    held_out.write_text('{"prompts": [1]}')
+    code, _, err = tool(bench, "acceptance", tiny.path, *options)
+    assert code == 2 and "holds no prompts; expected held_out.json of a trained head" in one_line(err)
+
+
 def test_identity_fails_where_a_token_differs(tiny, tool, monkeypatch):
     monkeypatch.setattr(SpeculativeDecoder, "_round", lambda self, *_: [5])
     code, out, _ = tool(bench, "identity", tiny.path, "--prompts", 1, "--new-tokens", 4, "--no-eager")

@@ -2,6 +2,7 @@
 
 python -m eyas.tools.bench kernels [--device cuda]
 python -m eyas.tools.bench identity DIR
+python -m eyas.tools.bench acceptance DIR --prompts HEAD/held_out.json
 python -m eyas.tools.bench eager DIR
 python -m eyas.tools.bench quant
 python -m eyas.tools.bench lowering --target gemma3_270m
@@ -33,6 +34,11 @@ def parser() -> argparse.ArgumentParser:
     texts.add_argument("artifacts", type=Path, nargs=2, help="folders that lower.py wrote")
     texts.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
     texts.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
+    acceptance = commands.add_parser("acceptance", help="tau of a trained head by kind of prompt, by decoding")
+    acceptance.add_argument("artifact", type=Path, help="folder that lower.py wrote with the head")
+    acceptance.add_argument("--prompts", type=Path, required=True, help="the held_out.json of the head's folder")
+    acceptance.add_argument("--per-kind", type=int, default=10, help="prompts of each kind (default 10)")
+    acceptance.add_argument("--new-tokens", type=int, default=96, help="new tokens a prompt (default 96)")
     eager = commands.add_parser("eager", help="target_verify and greedy decoding against eager and transformers")
     eager.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     eager.add_argument("--new-tokens", type=int, default=48, help="new tokens a timed generation (default 48)")
@@ -79,6 +85,10 @@ def run(args: argparse.Namespace) -> int:
         from eyas.tools.bench_program import bench_texts
 
         figures = bench_texts(args.artifacts, args.prompts, args.new_tokens)
+    elif args.command == "acceptance":
+        from eyas.tools.bench_program import bench_acceptance
+
+        figures = bench_acceptance(args.artifact, args.prompts, args.per_kind, args.new_tokens)
     elif args.command == "eager":
         from eyas.tools.bench_program import bench_eager
 

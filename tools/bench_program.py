@@ -1,8 +1,10 @@
 """Checks and times a whole artifact against its own module run eagerly, and against transformers."""
 
+import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from eyas.runtime.artifact import Artifact, Program
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, tokens
 from eyas.runtime.session import open_tokenizer
 from eyas.tools.prompts import PROMPTS, TEXT
+from eyas.training.generate import repeated_share
 
 LOGIT_BOUND = 5e-3  # the most that float32 logits of the two implementations may differ
 NEAR_TIE = 0.02  # logits closer than this may change places between two orders of summation
@@ -96,6 +99,62 @@ def bench_texts(paths: list[Path], n_prompts: int, new_tokens: int) -> dict[str,
         f"{same} of {len(texts[0])} texts identical ({n_prompts} prompts x {new_tokens} tokens, both decoders)"
     )
     return {"texts": len(texts[0]), "identical": same, "ok": same == len(texts[0])}
+
+
+def bench_acceptance(path: Path, prompts_file: Path, per_kind: int, new_tokens: int) -> dict[str, object]:
+    """tau of an artifact's head by kind of prompt and chain, by decoding, and how much its texts repeat themselves.
+    Fails where a speculative text is not the greedy one.
+    """
+    kinds = read_held_out(prompts_file, per_kind)
+    artifact = Artifact.open(path)
+    program, console = artifact.load(), Console()
+    greedy, speculative = GreedyDecoder(program), SpeculativeDecoder(program)
+    chains = range(1, speculative.max_chain + 1)
+    table = Table(title=f"tau over up to {per_kind} prompts a kind, {new_tokens} new tokens each")
+    for column in ("kind", *(f"K={chain}" for chain in chains), "repeated 4-grams", "same as greedy"):
+        table.add_column(column, justify="right")
+    figures: dict[str, dict[str, object]] = {}
+    with Progress(console=Console(stderr=True)) as live:
+        task = live.add_task("prompts", total=sum(map(len, kinds.values())))
+        for kind, prompts in kinds.items():
+            emitted, rounds = dict.fromkeys(chains, 0), dict.fromkeys(chains, 0)
+            hits, proposed = Counter(), Counter()
+            repeated, same = [], True
+            for ids in prompts:
+                text = [t for block in greedy.generate(ids, new_tokens) for t in block]
+                repeated.append(repeated_share(text))
+                for chain in chains:
+                    same &= text == [t for block in speculative.generate(ids, new_tokens, chain=chain) for t in block]
+                    counts = speculative.statistics
+                    emitted[chain] += counts.emitted
+                    rounds[chain] += counts.rounds
+                    if chain == speculative.max_chain:
+                        hits, proposed = hits + counts.hits, proposed + counts.proposed
+                live.advance(task)
+            tau = {chain: emitted[chain] / max(1, rounds[chain]) for chain in chains}
+            by_position = [hits[i] / proposed[i] for i in sorted(proposed)]
+            figures[kind] = {"tau": tau, "by_position": by_position, "repeated": statistics.mean(repeated),
+                             "prompts": len(prompts), "same": same}  # fmt: skip
+            shown = [f"{tau[chain]:.2f}" for chain in chains]
+            table.add_row(kind, *shown, f"{figures[kind]['repeated']:.1%}", "yes" if same else "NO")
+    console.print(table)
+    for kind, found in figures.items():
+        shares = ", ".join(f"{share:.0%}" for share in found["by_position"])
+        console.print(f"accepted by position, {kind}: {shares}")
+    return {"kinds": figures, "ok": all(found["same"] for found in figures.values())}
+
+
+def read_held_out(path: Path, per_kind: int) -> dict[str, list[list[int]]]:
+    """Prompts by kind of a head's ``held_out.json``. Raises ``ValueError`` for another file."""
+    try:
+        prompts = [(p["kind"], list(p["ids"])) for p in json.loads(path.read_text(encoding="utf-8"))["prompts"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no prompts; expected held_out.json of a trained head ({error!r})") from error
+    kinds: dict[str, list[list[int]]] = {}
+    for kind, ids in prompts:
+        if len(kinds.setdefault(kind, [])) < per_kind:
+            kinds[kind].append(ids)
+    return kinds
 
 
 class OracleDecoder(SpeculativeDecoder):
