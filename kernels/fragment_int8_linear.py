@@ -159,16 +159,16 @@ def gather_kernel(
     ids_ptr, words_ptr, scales_ptr, out_ptr,
     K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK`` columns of row ``ids[i]`` of the weight, as numbers of ``out``'s dtype, ``[M, K]``; words as bytes."""
+    """``BLOCK`` columns of row ``ids[i]`` of the weight, as numbers of ``out``'s dtype, ``[M, K]``."""
     UNITS: tl.constexpr = (K + 31) // 32
     i = tl.program_id(0)
     n = tl.load(ids_ptr + i)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     r = n % TILE
     lane = r % 8 * 4 + k % 32 // 8
-    byte = k % 8 // 2 * 4 + k % 2 * 2 + r % 16 // 8  # of a lane's 16: s and kh give the word, e and rh the byte
-    at = ((n // TILE * UNITS + k // 32) * (TILE // 16) + r // 16) * 512 + lane * 16 + byte
-    q = tl.load(words_ptr + at, mask=k < K, other=0).to(tl.float32)
+    at = ((n // TILE * UNITS + k // 32) * (TILE // 16) + r // 16) * 128 + lane * 4 + k % 8 // 2  # s and kh: the word
+    byte = k % 2 * 2 + r % 16 // 8  # e and rh
+    q = ((tl.load(words_ptr + at, mask=k < K, other=0) << (24 - 8 * byte).to(tl.int32)) >> 24).to(tl.float32)
     tl.store(out_ptr + i * K + k, (q * tl.load(scales_ptr + n)).to(out_ptr.dtype.element_ty), mask=k < K)
 
 
@@ -222,7 +222,7 @@ def launch_int8_embedding(ids: Tensor, words: Tensor, scales: Tensor, in_feature
     flat = ids.reshape(-1)
     out = torch.empty((flat.shape[0], in_features), dtype=dtype, device=ids.device)
     wrap(gather_kernel)[(flat.shape[0], triton.cdiv(in_features, 1024))](
-        flat, words.view(torch.int8), scales, out, K=in_features, TILE=TILE, BLOCK=1024,
+        flat, words, scales, out, K=in_features, TILE=TILE, BLOCK=1024,
     )  # fmt: skip
     return out.view(*ids.shape, in_features)
 

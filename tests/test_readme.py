@@ -67,9 +67,9 @@ def test_the_recipe_of_the_readme_is_one():
 
 
 def test_every_option_that_the_readme_names_exists():
-    from eyas.tools import explain, inspect, lower, opt, run
+    from eyas.tools import bench, explain, inspect, lower, opt, run, train_draft
 
-    texts = (module.parser().format_help() for module in (explain, inspect, lower, opt, run))
+    texts = (module.parser().format_help() for module in (bench, explain, inspect, lower, opt, run, train_draft))
     known = {option for text in texts for option in re.findall(r"--[a-z-]+", text)}
     assert set(re.findall(r"(?<![-\w])--[a-z][a-z-]+", README)) <= known
 

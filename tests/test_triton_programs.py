@@ -1,0 +1,98 @@
+"""What a compiler of programs makes of the Triton operators, for Hopper and without a GPU: kernel launches with dynamic
+grids, and nothing that they read is taken for something that they write.
+"""
+
+import pytest
+import torch
+import triton
+from torch._functorch.aot_autograd import aot_export_module
+from triton.backends.compiler import GPUTarget
+
+from eyas.kernels import fragment_int8_linear, fragment_linear, splitk_sdpa  # noqa: F401
+from eyas.kernels.fragment_int8_linear import pack_int8_fragments
+from eyas.kernels.fragment_linear import pack_fragments, pack_scales
+
+eyas = torch.ops.eyas
+ROWS = torch.export.Dim("rows", min=1, max=16)
+
+
+class Hopper:
+    """The driver of a card that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+
+
+class Call(torch.nn.Module):
+    """An operator over inputs, and constants that come after the first of them."""
+
+    def __init__(self, operator, *tail, **constants):
+        super().__init__()
+        self.operator, self.tail, self.names = operator, tail, tuple(constants)
+        for name, value in constants.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x, *others):
+        return (self.operator(x, *others, *(getattr(self, name) for name in self.names), *self.tail),)
+
+
+def launches(module, inputs, dynamic) -> list[dict]:
+    """The kernel launches that a module becomes: their grids and arguments."""
+    with torch.no_grad():
+        ep = torch.export.export(module, inputs, dynamic_shapes=(dynamic[0], dynamic[1:]) if dynamic[1:] else dynamic)
+    values = {node.name: node.meta["val"] for node in ep.graph.nodes if node.op == "placeholder"}
+    graph, _ = aot_export_module(ep.module(), [values[n] for n in ep.graph_signature.user_inputs], trace_joint=False)
+    kernels = torch.ops.higher_order.triton_kernel_wrapper_functional
+    found = [node.kwargs for node in graph.graph.nodes if node.target is kernels]
+    others = {n.target for n in graph.graph.nodes if n.op == "call_function" and n.target is not kernels}
+    made = {torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format}
+    views = {torch.ops.aten.view.default, torch.ops.aten.transpose.int, torch.ops.aten.sym_size.int}
+    products = {torch.ops.aten.mm.default, torch.ops.aten.permute.default}
+    plain = {t for t in others if isinstance(t, torch._ops.OpOverload)}
+    assert plain <= made | views | products, "no copies"
+    return found
+
+
+def int4_constants(n=4096, k=640, group=32):
+    words = pack_fragments(torch.zeros(n, k // 2, dtype=torch.uint8), k, group)
+    scales = pack_scales(torch.ones(n, k // group, dtype=torch.bfloat16))
+    return {"words": words, "scales": scales, "offsets": scales}
+
+
+def test_int4():
+    constants = int4_constants()
+    x = torch.zeros(5, 640, dtype=torch.bfloat16)
+    product, sums = launches(Call(eyas.fragment_int4_linear, 32, 4096, 8, **constants), (x,), ({0: ROWS},))
+    assert product["tensors_to_clone"] == ["out_ptr"] == sums["tensors_to_clone"]
+    assert not isinstance(sums["grid"][0][0], int) and product["kwargs"]["ROWS"] == 8
+    (numbers,) = launches(Call(eyas.fragment_int4_matmul, 32, 4096, **constants), (x,), ({0: ROWS},))
+    assert numbers["tensors_to_clone"] == ["out_ptr"] and numbers["grid"][0] == (64, 5, 1)
+
+
+def test_int8():
+    constants = {"words": pack_int8_fragments(torch.zeros(4096, 640, dtype=torch.int8)), "scales": torch.ones(4096)}
+    x = torch.zeros(5, 640, dtype=torch.bfloat16)
+    product, sums = launches(Call(eyas.fragment_int8_linear, 4096, **constants), (x,), ({0: ROWS},))
+    assert product["tensors_to_clone"] == ["out_ptr"] == sums["tensors_to_clone"]
+    gather = Call(eyas.fragment_int8_embedding, 640, torch.bfloat16, **constants)
+    (rows,) = launches(gather, (torch.arange(5),), ({0: ROWS},))
+    assert rows["tensors_to_clone"] == ["out_ptr"] and not isinstance(rows["grid"][0][0], int)
+
+
+@pytest.mark.parametrize("window", [0, 512])
+def test_attention(window):
+    q = torch.zeros(1, 5, 4, 256, dtype=torch.bfloat16).transpose(1, 2)
+    k, v = torch.zeros(2, 1, 1, 1024, 256, dtype=torch.bfloat16).unbind()
+    module = Call(eyas.splitk_sdpa, 0.1, window, 16)
+    splits, merge = launches(module, (q, k, v, torch.arange(5)), ({2: ROWS}, {}, {}, {0: ROWS}))
+    assert splits["tensors_to_clone"] == ["sums_ptr", "state_ptr"] and merge["tensors_to_clone"] == ["out_ptr"]
+    assert splits["kwargs"]["WINDOW"] == window == merge["kwargs"]["WINDOW"]
+    assert not isinstance(splits["grid"][0][0], int) and not isinstance(merge["grid"][0][0], int)
