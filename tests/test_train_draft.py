@@ -1,6 +1,7 @@
 """The tool that trains heads, on a tiny target: a head that decoding accepts more of, and what it says of itself."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ def test_a_second_run_reads_what_the_first_wrote(made, tmp_path, monkeypatch, ca
     changed = [*OPTIONS, "-o", str(tmp_path / "other"), "--work", work, "--new-tokens", "30"]
     assert train_draft.main(changed) == 2
     assert "holds texts of other settings" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_damaged_texts_are_named(made, tmp_path, capsys):
+    work = tmp_path / "work"
+    shutil.copytree(str(made) + ".work", work)
+    (work / "texts" / "00001.json").write_text('[["random", [1')
+    options = [*OPTIONS, "-o", str(tmp_path / "again"), "--work", str(work)]
+    assert train_draft.main(options) == 2
+    assert "00001.json is damaged (" in capsys.readouterr().err
+    (work / "texts" / "00001.json").unlink()
+    assert train_draft.main(options) == 0, "they are written again"
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

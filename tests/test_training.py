@@ -106,6 +106,25 @@ def test_a_run_goes_on_where_it_ended(teacher, texts, trained, tmp_path):
         Trainer(teacher, new_head(), replace(PLAN, lr=1.0, seed=4), texts[:N], texts[N:], tmp_path)
 
 
+def test_an_interrupted_run_goes_on_from_its_last_check(teacher, texts, trained, tmp_path):
+    def interrupt(progress):
+        if progress.step == 33:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(teacher, new_head(), PLAN, texts[:N], texts[N:], tmp_path).run(told=interrupt)
+    assert [p.name for p in tmp_path.iterdir()] == ["training.pt"]
+    again = []
+    Trainer(teacher, new_head(), PLAN, texts[:N], texts[N:], tmp_path).run(until=36, told=again.append)
+    assert again == trained[1][20:36]
+
+
+def test_a_damaged_checkpoint(teacher, texts, tmp_path):
+    (tmp_path / "training.pt").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"training\.pt is damaged; remove it to train from the start"):
+        Trainer(teacher, new_head(), PLAN, texts[:N], texts[N:], tmp_path)
+
+
 def test_it_stops_when_nothing_is_gained(teacher, texts, tmp_path):
     plan = replace(PLAN, lr=0.0, last_lr=0.0, check_every=2, patience=2)
     told = []

@@ -222,9 +222,15 @@ def write_texts(generator, prompts, temperatures, args: argparse.Namespace, fold
             size = args.write_batch if args.device == "cuda" else 0
             made = generator.texts(some, args.new_tokens, temperature, batch=i, size=size)
             part = path.with_suffix(".part")
-            part.write_text(json.dumps([(t.kind, t.ids, t.prompt, t.temperature) for t in made]))
-            os.replace(part, path)
-        texts += [Text(kind, tuple(ids), n, t) for kind, ids, n, t in json.loads(path.read_text())]
+            try:
+                part.write_text(json.dumps([(t.kind, t.ids, t.prompt, t.temperature) for t in made]))
+                os.replace(part, path)
+            finally:
+                part.unlink(missing_ok=True)
+        try:
+            texts += [Text(kind, tuple(ids), n, t) for kind, ids, n, t in json.loads(path.read_text())]
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); remove it, and its texts are written again") from error
         if (i + 1) % max(1, len(calls) // 10) == 0:
             tokens = sum(len(t.ids) - t.prompt for t in texts)
             progress.note(f"{i + 1} of {len(calls)} batches, {tokens / (time.perf_counter() - begin):.0f} tokens/s")

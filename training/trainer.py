@@ -1,7 +1,11 @@
-"""Trains a head: seeded, resumable to the bit on one machine, with a stop when held-out accuracy no longer rises."""
+"""Trains a head: seeded, resumable to the bit on one machine, with a stop when held-out accuracy no longer rises.
+
+A checkpoint is written at every check and at the end.
+"""
 
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,7 +93,10 @@ class Trainer:
             self._resume()
 
     def _resume(self) -> None:
-        state = torch.load(self.path, map_location=self.teacher.device, weights_only=True)
+        try:
+            state = torch.load(self.path, map_location=self.teacher.device, weights_only=True)
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self.path} is damaged; remove it to train from the start ({error})") from error
         if state["plan"] != asdict(self.plan):
             other = sorted(k for k, v in asdict(self.plan).items() if state["plan"].get(k) != v)
             raise ValueError(
@@ -108,8 +115,11 @@ class Trainer:
         }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f".{self.path.name}")
-        torch.save(state, part)
-        os.replace(part, self.path)
+        try:
+            torch.save(state, part)
+            os.replace(part, self.path)
+        finally:
+            part.unlink(missing_ok=True)
 
     def texts_of(self, step: int) -> list[Text]:
         """The texts of a step: each epoch in an order of its own."""
@@ -146,6 +156,7 @@ class Trainer:
             held_out = None
             if self.held_out and (self.step % plan.check_every == 0 or self.step == plan.steps):
                 held_out = self.check()
+                self.save()
             accuracy = tuple(step.accuracy for step in made)
             yield Progress(self.step, loss.item(), accuracy, plan.lr_at(self.step - 1), int(batch.new.sum()), held_out)
 
