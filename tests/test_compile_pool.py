@@ -207,7 +207,7 @@ def test_a_pool_that_ends_at_once_leaves_no_process(tmp_path, monkeypatch):
 
     class Late(queue.SimpleQueue):
         def get_nowait(self):
-            time.sleep(0.2)
+            time.sleep(1.0)
             return super().get_nowait()
 
     monkeypatch.setattr(compile_pool, "queue", SimpleNamespace(SimpleQueue=Late, Empty=queue.Empty))

@@ -32,7 +32,7 @@ def made(tmp_path_factory):
 def test_the_card(made):
     card = json.loads((made / "card.json").read_text())
     figures, untrained = card["tau"]["random"], card["tau untrained"]["random"]
-    assert 1.0 <= untrained["K=4"] < 1.1 < figures["K=1"] < figures["K=4"] <= figures["K=7"]
+    assert 1.0 <= untrained["K=4"] < 1.05 < 1.1 < figures["K=1"] < figures["K=4"] <= figures["K=7"]
     assert figures["K=1"] <= 2 and 0 <= figures["repeated"] < 0.3
     assert card["texts"]["kept"] > 500 and card["texts"]["short"] + card["texts"]["repetitive"] > 0
     assert card["steps"] == card["plan"]["steps"] == 4 * (card["texts"]["kept"] // 32)
@@ -57,7 +57,7 @@ def test_decoding_accepts_as_much_as_the_card_says(made):
         _, counts = speculative_reference(Eagle3Speculator(target, head), prompt["ids"], 4, 24, checkpoint.stop_ids)
         tokens, rounds = tokens + sum(a + 1 for a in counts.accepted), rounds + counts.rounds
     said = json.loads((made / "card.json").read_text())["tau"]["random"]["K=4"]
-    assert tokens / rounds == pytest.approx(said, abs=0.15) and rounds > 120
+    assert tokens / rounds == pytest.approx(said, abs=0.2) and rounds > 120
 
 
 def test_a_second_run_reads_what_the_first_wrote(made, tmp_path, monkeypatch, capsys):

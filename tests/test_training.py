@@ -87,7 +87,7 @@ def test_losses_fall_and_chains_get_longer(teacher, texts, trained):
     assert [p.step for p in told] == list(range(1, 61))
     assert sum(p.loss for p in told[-5:]) < 0.5 * sum(p.loss for p in told[:5])
     checks = [p.held_out for p in told if p.held_out]
-    assert len(checks) == 3 and checks[-1][0] > 0.2
+    assert len(checks) == 3 and checks[-1][0] > 0.15
     before, after = (by_walking(teacher, head, texts[N:], 3) for head in (new_head(), trainer.head))
     assert after[0] / after[1] > before[0] / before[1] + 0.1
 
