@@ -115,14 +115,18 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_eps) if config.qk_norm else None
         self.cache = KVCache(geometry.rows, G, D, dtype)
 
-    def forward(self, x: Tensor, table: tuple[Tensor, Tensor], slots_M: Tensor | None, mask: Tensor) -> Tensor:
+    def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[1, H, M, D]``, keys and values ``[1, G, M, D]`` of rows ``[1, M, E]`` at the table's positions."""
         q_HMD, k_GMD, v_GMD = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None:
             q_HMD, k_GMD = self.q_norm(q_HMD), self.k_norm(k_GMD)
-        q_HMD, k_GMD = rotate(q_HMD, table), rotate(k_GMD, table)
+        return rotate(q_HMD, table), rotate(k_GMD, table), v_GMD
+
+    def forward(self, x: Tensor, table: tuple[Tensor, Tensor], slots_M: Tensor | None, mask: Tensor) -> Tensor:
+        q_HMD, k_GMD, v_GMD = self.project(x, table)
         if slots_M is not None:
             k_GMD, v_GMD = self.cache.write(slots_M, k_GMD, v_GMD)
         y_HMD = attend(q_HMD, k_GMD, v_GMD, mask, self.scale, None)
@@ -152,13 +156,16 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(E, eps)
         self.mlp = MLP(config)
 
-    def forward(self, embed_ME: Tensor, h_ME: Tensor, table, slots_M: Tensor | None, mask: Tensor) -> Tensor:
+    def join(self, embed_ME: Tensor, h_ME: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention is added to, and what it reads."""
         if self.hidden_norm is None:
-            residual_ME, x = h_ME, self.input_layernorm(h_ME)
-        else:
-            normed_ME = self.hidden_norm(h_ME)
-            residual_ME = normed_ME if self.norm_before_residual else h_ME
-            x = torch.cat([self.input_layernorm(embed_ME), normed_ME], dim=-1)
+            return h_ME, self.input_layernorm(h_ME)
+        normed_ME = self.hidden_norm(h_ME)
+        residual_ME = normed_ME if self.norm_before_residual else h_ME
+        return residual_ME, torch.cat([self.input_layernorm(embed_ME), normed_ME], dim=-1)
+
+    def forward(self, embed_ME: Tensor, h_ME: Tensor, table, slots_M: Tensor | None, mask: Tensor) -> Tensor:
+        residual_ME, x = self.join(embed_ME, h_ME)
         h_ME = residual_ME + self.self_attn(x, table, slots_M, mask)
         return h_ME + self.mlp(self.post_attention_layernorm(h_ME))
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from eyas.models.eagle3 import Attention, Eagle3Head
-from eyas.models.layers import rotate
 
 
 @dataclass
@@ -46,13 +45,7 @@ class Chain:
 
 def attention(module: Attention, x_BTE: Tensor, table: tuple[Tensor, Tensor], chain: Chain, window: int | None):
     """The head's attention for the next step of ``chain``, which it extends; result ``[B, T, E]``."""
-    q, k, v = (
-        project(x_BTE).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    if module.q_norm is not None:
-        q, k = module.q_norm(q), module.k_norm(k)
-    q, k = rotate(q, table), rotate(k, table)
+    q, k, v = module.project(x_BTE, table)
     chain.keys.append(k)
     chain.values.append(v)
     return module.o_proj(chain.attend(q, window, module.scale).transpose(1, 2).flatten(2))
@@ -70,12 +63,7 @@ def unroll(head: Eagle3Head, embeds_BTE: Tensor, features_BTE: Tensor, steps: in
     for k in range(steps):
         embeds, table = embeds_BTE.roll(-k, dims=1), head.rope(rows + k)
         for layer, chain in zip(head.layers, chains):
-            if layer.hidden_norm is None:
-                residual, x = h, layer.input_layernorm(h)
-            else:
-                normed = layer.hidden_norm(h)
-                residual = normed if layer.norm_before_residual else h
-                x = torch.cat([layer.input_layernorm(embeds), normed], dim=-1)
+            residual, x = layer.join(embeds, h)
             h = residual + attention(layer.self_attn, x, table, chain, head.config.window)
             h = h + layer.mlp(layer.post_attention_layernorm(h))
         out = head.norm(h)

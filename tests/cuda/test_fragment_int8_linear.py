@@ -3,7 +3,7 @@
 import pytest
 import torch
 from card import DEVICE, GPU, gpu
-from test_fragment_linear import ROUNDING, error, randn
+from test_fragment_linear import ROUNDING, UNUSUAL, error, randn, unusual
 from torch import Tensor
 
 from eyas.kernels.fragment_int8_linear import launch_int8_embedding, launch_int8_linear, pack_int8_fragments
@@ -32,20 +32,11 @@ def test_products(n, k, rows):
         assert torch.equal(launch_int8_linear(x, *operands, max_rows=8), out)
 
 
-@pytest.mark.parametrize("kind", ["large", "outlier channels", "equal rows", "zeros", "one hot"])
+@pytest.mark.parametrize("kind", UNUSUAL)
 def test_unusual_activations(kind):
     operands, numbers = weight(96, 384)
-    x = randn(6, 384)
-    if kind == "large":
-        x = x * 2.0**60
-    elif kind == "outlier channels":
-        x[:, ::37] *= 1000
-    elif kind == "equal rows":
-        x[:] = x[0]
-    elif kind == "zeros":
-        x[:] = 0
-    else:
-        x[:] = torch.eye(384, dtype=x.dtype)[:6]
+    x = unusual(kind)
+    if kind == "one hot":
         numbers /= operands[1].double()[:, None]
         operands[1][:] = 1
     out = launch_int8_linear(x, *operands)
