@@ -125,6 +125,18 @@ def test_a_damaged_checkpoint(teacher, texts, tmp_path):
         Trainer(teacher, new_head(), PLAN, texts[:N], texts[N:], tmp_path)
 
 
+def test_a_checkpoint_that_cannot_be_written(teacher, texts, tmp_path, monkeypatch):
+    def full(state, path):
+        path.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 187008 vs 186900")
+
+    trainer = Trainer(teacher, new_head(), PLAN, texts[:N], texts[N:], tmp_path)
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"training\.pt could not be written; is the disk full\?"):
+        trainer.run(until=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_it_stops_when_nothing_is_gained(teacher, texts, tmp_path):
     plan = replace(PLAN, lr=0.0, last_lr=0.0, check_every=2, patience=2)
     told = []

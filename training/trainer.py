@@ -108,7 +108,7 @@ class Trainer:
         self.best_weights = state["best_weights"]
 
     def save(self) -> None:
-        """Writes the checkpoint, in one step."""
+        """Writes the checkpoint, in one step. Raises ``OSError`` where it cannot be written."""
         state = {
             "plan": asdict(self.plan), "head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(),
             "step": self.step, "best": self.best, "worse": self.worse, "best_weights": self.best_weights,
@@ -118,6 +118,8 @@ class Trainer:
         try:
             torch.save(state, part)
             os.replace(part, self.path)
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise OSError(f"{self.path} could not be written; is the disk full? ({error})") from error
         finally:
             part.unlink(missing_ok=True)
 
