@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -113,7 +114,8 @@ def write_head(
 
     ``tensors``: by ``Eagle3Head``'s names. ``d2t``: integer offsets ``[Vd]``; the mask ``t2d`` follows from them.
     ``dtype``: of the weights in the file. ``target_name`` and ``speculative_tokens`` are for servers that read the
-    folder. Raises ``ValueError`` for tensors that do not fit ``config``, and for a folder that has something in it.
+    folder. Raises ``ValueError`` for tensors that do not fit ``config``, and for a folder that has something in it;
+    ``OSError`` where it cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -137,7 +139,10 @@ def write_head(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as work:
         made = Path(work) / folder.name
         made.mkdir()
-        save_file(data, made / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(data, made / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder} could not be written: {error}") from error
         (made / "config.json").write_text(text + "\n")
         os.replace(made, folder)
 

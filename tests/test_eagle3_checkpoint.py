@@ -998,3 +998,17 @@ def test_untrained_head_with_chosen_taps_and_vocabulary(tmp_path):
         untrained_head(**sizes, ids=torch.tensor([5, 3]))
     with pytest.raises(ValueError, match=r"target_embed has shape \[96, 32\], expected \[96, 48\]"):
         untrained_head(**sizes | {"target_hidden_size": 48})
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    def full(data, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("eyas.models.eagle3_checkpoint.save_file", full)
+    tensors = weights_of(BASE)
+    with pytest.raises(OSError, match=r"head could not be written: .*No space left on device"):
+        write_head(tmp_path / "head", BASE, tensors, OFFSETS)
+    assert not list(tmp_path.iterdir())
