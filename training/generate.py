@@ -105,6 +105,7 @@ class Generator:
         caches = [b for name, b in self.teacher.module.named_buffers() if ".cache." in name]
         kept = [cache.clone() for cache in caches]  # a trial run writes at position 0
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.pick(self.teacher.forward(given, at)[0], temperature)
         torch.cuda.current_stream().wait_stream(stream)
