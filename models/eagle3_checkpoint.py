@@ -109,12 +109,14 @@ def write_head(
     dtype: torch.dtype = torch.bfloat16,
     target_name: str = "",
     speculative_tokens: int = 3,
+    max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes a head as a new folder in the speculators format, config.json and model.safetensors, in one step.
 
     ``tensors``: by ``Eagle3Head``'s names. ``d2t``: integer offsets ``[Vd]``; the mask ``t2d`` follows from them.
     ``dtype``: of the weights in the file. ``target_name`` and ``speculative_tokens`` are for servers that read the
-    folder. Raises ``ValueError`` for tensors that do not fit ``config``, and for a folder that has something in it;
+    folder. More than ``max_file_bytes`` of tensors go to several files with an index, none larger unless a single
+    tensor is. Raises ``ValueError`` for tensors that do not fit ``config``, and for a folder that has something in it;
     ``OSError`` where it cannot be written.
     """
     folder = Path(folder)
@@ -140,11 +142,31 @@ def write_head(
         made = Path(work) / folder.name
         made.mkdir()
         try:
-            save_file(data, made / "model.safetensors", metadata={"format": "pt"})
+            save_parts(data, made, max_file_bytes)
         except SafetensorError as error:
             raise OSError(f"{folder} could not be written: {error}") from error
         (made / "config.json").write_text(text + "\n")
         os.replace(made, folder)
+
+
+def save_parts(data: Mapping[str, Tensor], folder: Path, max_file_bytes: int) -> None:
+    """``model.safetensors``, or parts of it in the order of ``data`` with ``model.safetensors.index.json``."""
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, tensor in data.items():
+        if parts[-1] and sum(t.nbytes for t in parts[-1].values()) + tensor.nbytes > max_file_bytes:
+            parts.append({})
+        parts[-1][name] = tensor
+    if len(parts) == 1:
+        save_file(parts[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    files = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+    for part, file in zip(parts, files):
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in data.values())},
+        "weight_map": {name: file for part, file in zip(parts, files) for name in part},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def speculators_config(config: Eagle3Config, dtype: torch.dtype, target_name: str, speculative_tokens: int) -> dict:

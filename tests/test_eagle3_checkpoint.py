@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.models.eagle3 import FC_NORMS, Eagle3Config, Eagle3Head
@@ -885,12 +885,16 @@ def head_configs() -> st.SearchStrategy[Eagle3Config]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(config=head_configs(), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
-def test_written_heads_read_back_the_same(config, dtype, tmp_path_factory):
+@given(
+    config=head_configs(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    max_file_bytes=st.sampled_from([1, 40_000, 1 << 30]),
+)
+def test_written_heads_read_back_the_same(config, dtype, max_file_bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads") / "head"
     tensors = weights_of(config)
     offsets = OFFSETS if config.draft_vocab_size == 16 else torch.zeros(V, dtype=torch.int64)
-    write_head(folder, config, tensors, offsets, dtype, target_name="some/target")
+    write_head(folder, config, tensors, offsets, dtype, target_name="some/target", max_file_bytes=max_file_bytes)
     checkpoint = read(folder)
     assert checkpoint.config == config
     assert torch.equal(checkpoint.d2t, offsets)
@@ -901,6 +905,16 @@ def test_written_heads_read_back_the_same(config, dtype, tmp_path_factory):
         n for n in warnings_of(checkpoint) if "usual" not in n
     ]
     assert sorted(p.name for p in folder.parent.iterdir()) == ["head"]  # nothing left of the work in progress
+
+
+def test_large_heads_are_written_in_parts(tmp_path):
+    tensors = weights_of(BASE)
+    most = max(tensor.nbytes // 2 for tensor in tensors.values())
+    write_head(tmp_path / "head", BASE, tensors, OFFSETS, max_file_bytes=most)
+    parts = sorted((tmp_path / "head").glob("model-*.safetensors"))
+    sizes = [sum(t.nbytes for t in load_file(part).values()) for part in parts]
+    assert len(parts) > 1 and max(sizes) <= most < sizes[0] + sizes[1]
+    assert not (tmp_path / "head" / "model.safetensors").exists()
 
 
 def test_every_setting_survives_writing_and_reading(tmp_path):

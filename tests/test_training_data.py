@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_ttt import head_of
 
 from eyas.models.speculator import Eagle3Speculator, greedy_reference
@@ -10,6 +12,7 @@ from eyas.training.generate import (
     Generator,
     Prompt,
     Text,
+    before_loops,
     draft_vocabulary,
     keep_good,
     repeated_share,
@@ -24,22 +27,24 @@ def teacher(request) -> Teacher:
 
 
 PROMPTS = [Prompt("some", tuple((7 * i + 3 * j) % 126 + 2 for j in range(9))) for i in range(5)]
+OF_MANY_LENGTHS = [Prompt("other", prompt.ids[: 1 + 2 * i]) for i, prompt in enumerate(PROMPTS)]
 
 
-def test_greedy_texts_are_those_of_one_at_a_time(teacher):
-    texts = Generator(teacher, (1,), seed=0).texts(PROMPTS, 20, 0.0, batch=0)
+@pytest.mark.parametrize("prompts", [PROMPTS, OF_MANY_LENGTHS], ids=["one length", "many lengths"])
+def test_greedy_texts_are_those_of_one_at_a_time(teacher, prompts):
+    texts = Generator(teacher, (1,), seed=0).texts(prompts, 20, 0.0, batch=0, size=7)
     alone = Eagle3Speculator(teacher.module, head_of())
-    for prompt, text in zip(PROMPTS, texts, strict=True):
+    for prompt, text in zip(prompts, texts, strict=True):
         teacher._make_room(1)
         assert text.ids == (*prompt.ids, *greedy_reference(alone, list(prompt.ids), 20, (1,)))
-        assert (text.kind, text.prompt, text.temperature) == ("some", 9, 0.0)
+        assert (text.kind, text.prompt, text.temperature) == (prompt.kind, len(prompt.ids), 0.0)
 
 
 def test_taps_are_those_of_one_at_a_time(teacher):
     tokens = torch.tensor([p.ids for p in PROMPTS])
     hidden, taps = teacher.forward(tokens, 0, (0, 2, 4))
     ids = torch.tensor([3, 50, 101])
-    best, logits = teacher.judge(hidden, ids, rows=7)
+    best, logits = (t.unflatten(0, tokens.shape) for t in teacher.judge(hidden.flatten(0, 1), ids, rows=7))
     for i, row in enumerate(tokens):
         one, own = teacher.forward(row[None], 0, (0, 2, 4))
         torch.testing.assert_close(hidden[i : i + 1], one)
@@ -69,9 +74,11 @@ def test_a_text_ends_with_its_stop(teacher):
         assert text.ids[9:] == (new[: new.index(stop) + 1] if stop in new else new)
 
 
-def test_prompts_of_one_length_only(teacher):
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        Generator(teacher, (), seed=0).texts([*PROMPTS, Prompt("some", (1, 2))], 2, 0.0, batch=0)
+def test_a_stop_in_a_prompt_ends_nothing(teacher):
+    prompts = [Prompt("some", (5, 1, 7)), Prompt("some", (5, 1, 7, 1, 8, 9, 1))]
+    texts = Generator(teacher, (1,), seed=0).texts(prompts, 16, 0.0, batch=0)
+    assert all(len(text.ids) - text.prompt == 16 or text.ids[-1] == 1 for text in texts)
+    assert min(len(text.ids) - text.prompt for text in texts) > 1
 
 
 def test_repeated_share():
@@ -86,8 +93,18 @@ def test_what_is_kept():
 
     texts = [text(*range(12)), text(1, 2), text(*range(12)), text(*[5] * 12), text(*range(1, 13))]
     kept, counts = keep_good(texts, max_repeated=0.3, min_new=4)
-    assert kept == [texts[0], texts[4]]
-    assert str(counts) == "2 of 5 texts kept; left out: 1 that repeat themselves, 1 doubles, 1 too short"
+    assert kept == [texts[0], text(5, 5, 5, 5), texts[4]]
+    assert str(counts) == (
+        "3 of 5 texts kept, 28 new tokens; 1 were cut where they began to repeat themselves, by 8 tokens; "
+        "left out: 1 doubles, 1 too short"
+    )
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.sampled_from([0.0, 0.2, 0.5]))
+def test_the_longest_beginning_without_loops(new, share):
+    """Told from every beginning there is."""
+    good = [n for n in range(len(new) + 1) if repeated_share(new[:n]) <= share]
+    assert before_loops(new, share) == max(good)
 
 
 def test_the_draft_vocabulary():

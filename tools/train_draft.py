@@ -15,6 +15,8 @@ from pathlib import Path
 from eyas.tools.console import ConsoleProgress, run_tool, write_json
 
 CHAINS = range(1, 8)
+MAX_FILE_BYTES = 15_000_000  # of the head's weights: what repositories take
+MIN_NEW = 8  # tokens of a text that is of use
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,8 +31,10 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--prompts", type=int, default=16384, help="how many (default 16384)")
     data.add_argument("--new-tokens", type=int, default=224, help="that the target adds to each (default 224)")
     data.add_argument("--temperatures", default="0,0.7,1", help="at which each is continued (default 0,0.7,1)")
-    data.add_argument("--write-batch", type=int, default=256, help="texts written at once (default 256)")
-    data.add_argument("--max-repeated", type=float, default=0.3, help="share of repeated 4-grams kept (default 0.3)")
+    data.add_argument("--write-batch", type=int, default=1024, help="texts written at once (default 1024)")
+    data.add_argument(
+        "--max-repeated", type=float, default=0.2, help="of 4-grams, from where a text is cut (default 0.2)"
+    )
     head = p.add_argument_group("head")
     head.add_argument("--draft-vocab", type=int, default=16384, help="ids that it proposes (default 16384)")
     head.add_argument("--intermediate", type=int, help="width of its MLP (default: by the target's width)")
@@ -86,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
         generator = Generator(teacher, checkpoint.stop_ids, args.seed)
         written = write_texts(generator, prompts, temperatures, args, work / "texts", progress)
         held_out = write_texts(generator, held_out_prompts, (0.0,), args, work / "held_out", progress)
-        texts, filtered = keep_good(written, args.max_repeated, 8)
-        held_out, held_out_filtered = keep_good(held_out, args.max_repeated, 8)
+        texts, filtered = keep_good(written, args.max_repeated, MIN_NEW)
+        held_out, held_out_filtered = keep_good(held_out, args.max_repeated, MIN_NEW)
     progress.note(f"texts: {filtered}")
     progress.note(f"held out: {held_out_filtered}")
     with progress.stage("draft vocabulary"):
@@ -112,10 +116,10 @@ def run(args: argparse.Namespace) -> int:
         progress.note(line)
     config = head.config
     weights = {name: p.detach() for name, p in head.named_parameters()}
-    write_head(args.output, config, weights, head.d2t.cpu(), target_name=args.target)
+    write_head(args.output, config, weights, head.d2t.cpu(), target_name=args.target, max_file_bytes=MAX_FILE_BYTES)
     card = {
         "target": dict(checkpoint.identity), "sources of prompts": source_line(checkpoint), "texts": asdict(filtered),
-        "new tokens": sum(len(t.ids) - t.prompt for t in texts), "temperatures": temperatures,
+        "temperatures": temperatures,
         "held out": asdict(held_out_filtered), "held-out tokens in the draft vocabulary": covered,
         "steps": trained, "plan": asdict(plan), "tau": report, "tau untrained": untrained,
     }  # fmt: skip
@@ -176,8 +180,6 @@ def read_prompts(args: argparse.Namespace, checkpoint, work: Path):
     train, held_out = [], []
     for kind, text in prompts(None, args.seed):
         ids = (first + backend.encode(text, add_special_tokens=False).ids)[:64]
-        if kind in ("prose", "code"):  # beginnings of texts, which may end anywhere; few lengths make full batches
-            ids = ids[: max(8, len(ids) // 8 * 8)]
         (held_out if is_held_out(text) else train).append(Prompt(kind, tuple(ids)))
     return balanced(train, args.prompts), balanced(held_out, 256)
 
@@ -199,14 +201,11 @@ def write_texts(generator, prompts, temperatures, args: argparse.Namespace, fold
 
     from eyas.training.generate import Text
 
-    by_length: dict[int, list] = {}
-    for prompt in prompts:
-        by_length.setdefault(len(prompt.ids), []).append(prompt)
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.ids))
     calls = [
-        (waiting[at : at + args.write_batch], temperature)
+        (by_length[at : at + args.write_batch], temperature)
         for temperature in temperatures
-        for _, waiting in sorted(by_length.items())
-        for at in range(0, len(waiting), args.write_batch)
+        for at in range(0, len(by_length), args.write_batch)
     ]
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"seed": args.seed, "prompts": args.prompts, "new_tokens": args.new_tokens,

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,10 +43,11 @@ def repeated_share(ids: Sequence[int], n: int = NGRAM) -> float:
 
 
 class Generator:
-    """Writes on from prompts of one length, all at once, a token a step; on CUDA a step is one graph."""
+    """Writes on from many prompts at once, a token a step; on CUDA a step is one graph."""
 
     def __init__(self, teacher: Teacher, stop_ids: Iterable[int], seed: int):
-        self.teacher, self.stop_ids = teacher, torch.tensor(sorted(stop_ids), device=teacher.device)
+        self._stops = set(stop_ids)
+        self.teacher, self.stop_ids = teacher, torch.tensor(sorted(self._stops), device=teacher.device)
         self.seed = seed
         self._graphs: dict[tuple[int, float], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
         self._room = -1  # the caches that the graphs use
@@ -55,27 +56,36 @@ class Generator:
     def texts(
         self, prompts: Sequence[Prompt], new_tokens: int, temperature: float, batch: int, size: int = 0
     ) -> list[Text]:
-        """Continues prompts of equal length; ``batch`` numbers the call, and its random numbers follow from that.
-        ``size``: rows of a step where there are fewer prompts, so that calls share a graph.
+        """Continues prompts; ``batch`` numbers the call, and its random numbers follow from that. ``size``: rows of a
+        step where there are fewer prompts, so that calls share a graph. Steps begin where the shortest prompt ends:
+        longer ones are read on meanwhile, so prompts of about one length waste least.
         """
-        (length,) = {len(p.ids) for p in prompts}
+        lengths = [len(p.ids) for p in prompts]
+        shortest, longest = min(lengths), max(lengths)
         torch.manual_seed(self.seed * 1_000_003 + batch)
         rows = [p.ids for p in prompts] + [prompts[0].ids] * (size - len(prompts))
-        tokens = torch.tensor(rows, device=self.teacher.device)
-        hidden, _ = self.teacher.forward(tokens, 0)
-        made = [self.pick(hidden[:, -1:], temperature)]
-        ended = torch.isin(made[0], self.stop_ids)
-        for i in range(1, new_tokens):
-            made.append(self.step(made[-1], length + i - 1, temperature))
-            ended |= torch.isin(made[-1], self.stop_ids)
-            if i % 16 == 0 and bool(ended.all()):
+        device = self.teacher.device
+        given = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in rows], device=device)
+        length = torch.tensor([len(ids) for ids in rows], device=device)[:, None]
+        tokens = [given[:, :shortest]]
+        hidden, _ = self.teacher.forward(tokens[0], 0)
+        picked = self.pick(hidden[:, -1:], temperature)
+        ended = torch.zeros_like(length, dtype=torch.bool)
+        for at in range(shortest, longest + new_tokens):
+            if at > shortest:
+                picked = self.step(tokens[-1], at - 1, temperature)
+            tokens.append(torch.where(at < length, given[:, at : at + 1], picked) if at < longest else picked)
+            ended |= torch.isin(tokens[-1], self.stop_ids) & (at >= length)
+            if at % 16 == 0 and bool(ended.all()):
                 break
-        new = torch.cat(made, 1)
-        stops = torch.isin(new, self.stop_ids).int()
-        lengths = torch.where(stops.any(1), stops.argmax(1) + 1, new.shape[1]).tolist()
-        return [
-            Text(p.kind, (*p.ids, *row[:n]), length, temperature) for p, row, n in zip(prompts, new.tolist(), lengths)
-        ]
+        whole = torch.cat(tokens, 1).tolist()
+        return [Text(p.kind, self._until_stop(row, len(p.ids), new_tokens), len(p.ids), temperature)
+                for p, row in zip(prompts, whole)]  # fmt: skip
+
+    def _until_stop(self, row: list[int], prompt: int, new_tokens: int) -> tuple[int, ...]:
+        new = row[prompt : prompt + new_tokens]
+        end = next((i + 1 for i, token in enumerate(new) if token in self._stops), len(new))
+        return tuple(row[: prompt + end])
 
     def pick(self, hidden: Tensor, temperature: float) -> Tensor:
         """The next token after ``hidden`` ``[B, 1, E]``, int64 ``[B, 1]``: the best, or drawn at a temperature."""
@@ -119,38 +129,56 @@ class Generator:
 
 @dataclass
 class Filtered:
-    """What was left out of some texts, and why."""
+    """What was left out of some texts, and why. ``cut``: texts, and ``cut_tokens`` their tokens, from where they began
+    to repeat themselves.
+    """
 
     kept: int = 0
-    repetitive: int = 0
+    kept_tokens: int = 0
+    cut: int = 0
+    cut_tokens: int = 0
     doubles: int = 0
     short: int = 0
 
     def __str__(self) -> str:
-        total = self.kept + self.repetitive + self.doubles + self.short
+        total = self.kept + self.doubles + self.short
         return (
-            f"{self.kept} of {total} texts kept; left out: {self.repetitive} that repeat themselves, "
-            f"{self.doubles} doubles, {self.short} too short"
+            f"{self.kept} of {total} texts kept, {self.kept_tokens} new tokens; {self.cut} were cut where they began "
+            f"to repeat themselves, by {self.cut_tokens} tokens; left out: {self.doubles} doubles, "
+            f"{self.short} too short"
         )
 
 
+def before_loops(new: Sequence[int], max_repeated: float, n: int = NGRAM) -> int:
+    """The length of the longest beginning of ``new`` of whose n-grams at most that share occurred in it before."""
+    seen: set[tuple[int, ...]] = set()
+    length = min(len(new), n - 1)
+    for i in range(len(new) - n + 1):
+        seen.add(tuple(new[i : i + n]))
+        if (i + 1 - len(seen)) <= max_repeated * (i + 1):
+            length = i + n
+    return length
+
+
 def keep_good(texts: Iterable[Text], max_repeated: float, min_new: int) -> tuple[list[Text], Filtered]:
-    """Texts whose new tokens are at least ``min_new``, repeat at most that share of their 4-grams, and are no one
-    else's.
+    """Texts up to where more than that share of their 4-grams are repeated ones, if ``min_new`` new tokens are left and
+    no other text has the same.
     """
     kept, counts, known = [], Filtered(), set()
     for text in texts:
         new = text.ids[text.prompt :]
-        digest = hashlib.sha256(repr(new).encode()).digest()
-        if len(new) < min_new:
+        length = before_loops(new, max_repeated)
+        counts.cut += length < len(new)
+        counts.cut_tokens += len(new) - length
+        digest = hashlib.sha256(repr(new[:length]).encode()).digest()
+        if length < min_new:
             counts.short += 1
         elif digest in known:
             counts.doubles += 1
-        elif text.repeated > max_repeated:
-            counts.repetitive += 1
         else:
             known.add(digest)
-            kept.append(text)
+            counts.kept_tokens += length
+            kept.append(replace(text, ids=text.ids[: text.prompt + length]))
     counts.kept = len(kept)
     return kept, counts
 

@@ -58,9 +58,13 @@ def run_steps(teacher: Teacher, head: Eagle3Head, batch: Batch, steps: int) -> l
     """
     vocabulary = head.to_target(torch.arange(head.config.draft_vocab_size, device=batch.tokens.device))
     hidden, taps = teacher.forward(batch.tokens, 0, head.config.boundaries)
-    best, logits = teacher.judge(hidden, vocabulary)
-    known = torch.isin(best, vocabulary)
     written = F.pad(batch.new[:, 1:], (0, 1))  # by position: whether the target wrote what comes after it
+    said, logits = teacher.judge(hidden[written], vocabulary)
+    best, row_of = (torch.full_like(batch.tokens, -1) for _ in range(2))
+    best[written], row_of[written] = said, torch.arange(len(said), device=said.device)
+    known = torch.isin(best, vocabulary)
+    targets = logits.float().softmax(-1)
+    certainty = torch.special.xlogy(targets, targets).sum(-1)
     made = []
     embeds = teacher.embed(batch.tokens.roll(-1, dims=1))
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=teacher.dtype == torch.bfloat16):
@@ -69,19 +73,20 @@ def run_steps(teacher: Teacher, head: Eagle3Head, batch: Batch, steps: int) -> l
             counts, learn = written[:, after], (written & known)[:, after]
             rows = out[:, : counts.shape[1]]
             proposed = head.lm_head(rows[learn]).float()
-            wanted = logits[:, after][learn].float().softmax(-1)
-            loss = divergence(proposed, wanted) if len(wanted) else proposed.sum()
+            at = row_of[:, after][learn]
+            loss = divergence(proposed, targets[at], certainty[at]) if len(at) else proposed.sum()
             right = torch.zeros_like(counts)
             right[learn] = vocabulary[proposed.detach().argmax(-1)] == best[:, after][learn]
             made.append(Step(loss, right, counts))
     return made
 
 
-def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+def divergence(logits: Tensor, wanted: Tensor, certainty: Tensor) -> Tensor:
     """The Kullback-Leibler divergence of the softmax of ``logits`` from ``wanted``, both ``[N, V]``, in nats: the mean.
-    Its gradient is that of the cross entropy; it is 0 where there is nothing left to learn.
+    ``certainty`` ``[N]``: the sum of p log p over each row of ``wanted``. Its gradient is that of the cross entropy; it
+    is 0 where there is nothing left to learn.
     """
-    return F.cross_entropy(logits, wanted) + torch.special.xlogy(wanted, wanted).sum(-1).mean()
+    return F.cross_entropy(logits, wanted) + certainty.mean()
 
 
 def accepted(steps: Sequence[Step]) -> Tensor:

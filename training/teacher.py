@@ -54,15 +54,15 @@ class Teacher:
 
     @torch.no_grad()
     def judge(self, hidden: Tensor, ids: Tensor, rows: int = 2048) -> tuple[Tensor, Tensor]:
-        """What the target says after each of ``hidden`` ``[B, T, E]``: (its best tokens int64 ``[B, T]``, its logits of
-        the tokens ``ids`` int64 ``[Vd]`` only, ``[B, T, Vd]`` in its dtype). ``rows`` at a time have all their logits.
+        """What the target says after each of ``hidden`` ``[N, E]``: (its best tokens int64 ``[N]``, its logits of the
+        tokens ``ids`` int64 ``[Vd]`` only, ``[N, Vd]`` in its dtype). ``rows`` at a time have all their logits.
         """
         best, logits = [], []
-        for part in hidden.flatten(0, 1).split(rows):
+        for part in hidden.split(rows):
             every = self.module.logits(part[None])[0]
             best.append(every.argmax(-1))
             logits.append(every[:, ids].to(self.dtype))
-        return torch.cat(best).view(hidden.shape[:2]), torch.cat(logits).view(*hidden.shape[:2], -1)
+        return torch.cat(best), torch.cat(logits)
 
     def _make_room(self, sequences: int) -> None:
         caches = [module for module in self.module.modules() if isinstance(module, KVCache)]
