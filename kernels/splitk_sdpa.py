@@ -95,6 +95,7 @@ def splitk_kernel(
         q = q.to(tl.float32)
     k_ptr += kv_head.to(tl.int64) * (L * D)
     v_ptr += kv_head.to(tl.int64) * (L * D)
+    factor = tl.full([1, 1], scale, tl.float32)  # AOTInductor's scale is a float64
     sums = tl.zeros([ROWS, D], tl.float32)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     weights = tl.zeros([ROWS], tl.float32)
@@ -113,7 +114,7 @@ def splitk_kernel(
         seen = j[None, :] <= pos[:, None]
         if WINDOW > 0:
             seen &= j[None, :] > pos[:, None] - WINDOW
-        scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+        scores = tl.where(seen, tl.dot(q, tl.trans(k)) * factor, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # none seen yet
         p = tl.exp2(scores - base[:, None])
