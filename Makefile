@@ -28,7 +28,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed
 	@echo '[make] lowering for cpu into $(DEMO) (about a minute and a half the first time, seconds afterwards)'
-	$(BIN)/python -m eyas.tools.lower --target gemma3_270m --draft untrained --device cpu -o $(DEMO) --quiet
+	$(BIN)/python -m eyas.tools.lower --target gemma3_270m --device cpu -o $(DEMO) --quiet
 	@echo '[make] generating'
 	$(BIN)/python -m eyas.tools.run $(DEMO) --prompt '$(PROMPT)' --max-new-tokens $(TOKENS)
 

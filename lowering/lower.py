@@ -38,6 +38,7 @@ from eyas.models.eagle3 import Eagle3Head
 from eyas.models.eagle3_checkpoint import DraftCheckpoint, untrained_head
 from eyas.models.eagle3_reader import read_head
 from eyas.models.recipe import Recipe, load_recipe, materialize, report_lines
+from eyas.models.shipped_heads import shipped_head
 from eyas.models.speculator import Eagle3Speculator
 from eyas.models.target import Checkpoint, find_target
 from eyas.passes.pipeline import PassRecord, run_pipeline
@@ -58,7 +59,8 @@ COMPILER_BYTES = 1 << 30  # what tracing and compiling need beside the weights, 
 
 @dataclass(frozen=True)
 class Request:
-    """What to lower. ``draft``: ``untrained``, or the folder of a head. ``passes``: None takes the device's own.
+    """What to lower. ``draft``: the folder of a head, ``untrained``, or ``auto``: the head that ships for the target's
+    checkpoint, an untrained one where none does. ``passes``: None takes the device's own.
 
     ``methods``: those to compile beside the usual three, from ``EXTRA_METHODS``. ``jobs``: compiler processes at a
     time, None: one a core.
@@ -66,7 +68,7 @@ class Request:
 
     target: str
     out: Path
-    draft: str = "untrained"
+    draft: str = "auto"
     checkpoint: Path | None = None
     device: str = "cpu"
     quant: str = "int8"
@@ -451,6 +453,7 @@ def making(out: Path) -> Iterator[Path]:
 
 
 def open_draft(name: str, checkpoint: Checkpoint) -> DraftCheckpoint:
+    """The head of ``Request.draft`` for a target's checkpoint."""
     config = checkpoint.config
     facts = dict(
         target_vocab_size=config.vocab_size,
@@ -458,6 +461,8 @@ def open_draft(name: str, checkpoint: Checkpoint) -> DraftCheckpoint:
         target_layers=config.n_layers,
         target_embed=checkpoint.tensors["embed_tokens.weight"],
     )
+    if name == "auto":
+        name = str(shipped_head(checkpoint.identity) or "untrained")
     return untrained_head(**facts) if name == "untrained" else read_head(Path(name), **facts)
 
 

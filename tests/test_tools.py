@@ -586,7 +586,8 @@ def test_acceptance_by_kind(tiny, tool, tmp_path):
     for found in figures.values():
         assert found["same"] and all(1 <= tau <= 1 + int(chain) for chain, tau in found["tau"].items())
         assert 0 <= found["repeated"] <= 1 and all(0 <= share <= 1 for share in found["by_position"])
-    assert "accepted by position, code: " in out and "yes" in out
+        assert found["repeated_of_all"] >= found["repeated"] and found["tokens"] <= 6 * found["prompts"]
+    assert "accepted by position " in out and "yes" in out and "speed-up" in out
     held_out.write_text('{"prompts": [1]}')
     code, _, err = tool(bench, "acceptance", tiny.path, *options)
     assert code == 2 and "holds no prompts; expected held_out.json of a trained head" in one_line(err)

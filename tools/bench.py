@@ -38,7 +38,13 @@ def parser() -> argparse.ArgumentParser:
     acceptance.add_argument("artifact", type=Path, help="folder that lower.py wrote with the head")
     acceptance.add_argument("--prompts", type=Path, required=True, help="the held_out.json of the head's folder")
     acceptance.add_argument("--per-kind", type=int, default=10, help="prompts of each kind (default 10)")
-    acceptance.add_argument("--new-tokens", type=int, default=96, help="new tokens a prompt (default 96)")
+    acceptance.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt at most (default 128)")
+    acceptance.add_argument(
+        "--max-repeated",
+        type=float,
+        default=0.2,
+        help="share of repeated 4-grams to end a text at (default 0.2; 1: none)",
+    )
     eager = commands.add_parser("eager", help="target_verify and greedy decoding against eager and transformers")
     eager.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     eager.add_argument("--new-tokens", type=int, default=48, help="new tokens a timed generation (default 48)")
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.command == "acceptance":
         from eyas.tools.bench_program import bench_acceptance
 
-        figures = bench_acceptance(args.artifact, args.prompts, args.per_kind, args.new_tokens)
+        figures = bench_acceptance(args.artifact, args.prompts, args.per_kind, args.new_tokens, args.max_repeated)
     elif args.command == "eager":
         from eyas.tools.bench_program import bench_eager
 

@@ -5,7 +5,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from eyas.runtime.artifact import Artifact, Program
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, tokens
 from eyas.runtime.session import open_tokenizer
 from eyas.tools.prompts import PROMPTS, TEXT
-from eyas.training.generate import repeated_share
+from eyas.training.generate import before_loops, repeated_share
 
 LOGIT_BOUND = 5e-3  # the most that float32 logits of the two implementations may differ
 NEAR_TIE = 0.02  # logits closer than this may change places between two orders of summation
@@ -101,47 +101,75 @@ def bench_texts(paths: list[Path], n_prompts: int, new_tokens: int) -> dict[str,
     return {"texts": len(texts[0]), "identical": same, "ok": same == len(texts[0])}
 
 
-def bench_acceptance(path: Path, prompts_file: Path, per_kind: int, new_tokens: int) -> dict[str, object]:
-    """tau of an artifact's head by kind of prompt and chain, by decoding, and how much its texts repeat themselves.
-    Fails where a speculative text is not the greedy one.
+def bench_acceptance(
+    path: Path, prompts_file: Path, per_kind: int, new_tokens: int, max_repeated: float
+) -> dict[str, object]:
+    """tau of an artifact's head by kind of prompt and chain, by decoding greedy texts up to where more than
+    ``max_repeated`` of their 4-grams are repeated ones, and the speed-up over greedy decoding. Fails where a
+    speculative text is not the greedy one.
     """
     kinds = read_held_out(prompts_file, per_kind)
     artifact = Artifact.open(path)
     program, console = artifact.load(), Console()
     greedy, speculative = GreedyDecoder(program), SpeculativeDecoder(program)
     chains = range(1, speculative.max_chain + 1)
-    table = Table(title=f"tau over up to {per_kind} prompts a kind, {new_tokens} new tokens each")
-    for column in ("kind", *(f"K={chain}" for chain in chains), "repeated 4-grams", "same as greedy"):
+    table = Table(title=f"tau at each chain, up to {per_kind} prompts a kind")
+    for column in ("kind", *(f"K={chain}" for chain in chains), "same"):
         table.add_column(column, justify="right")
     figures: dict[str, dict[str, object]] = {}
+    seconds, written = Counter(), 0  # by chain, 0 for greedy decoding; tokens after the first of each text
     with Progress(console=Console(stderr=True)) as live:
         task = live.add_task("prompts", total=sum(map(len, kinds.values())))
         for kind, prompts in kinds.items():
             emitted, rounds = dict.fromkeys(chains, 0), dict.fromkeys(chains, 0)
             hits, proposed = Counter(), Counter()
-            repeated, same = [], True
+            repeated, of_all, n_tokens, same = [], [], 0, True
             for ids in prompts:
-                text = [t for block in greedy.generate(ids, new_tokens) for t in block]
+                text = flat(greedy.generate(ids, new_tokens))
+                of_all.append(repeated_share(text))
+                text = text[: before_loops(text, max_repeated)]
                 repeated.append(repeated_share(text))
+                n_tokens += len(text)
+                same &= text == flat(greedy.generate(ids, len(text)))
+                seconds[0] += greedy.statistics.decode_seconds
+                written += len(text) - 1
                 for chain in chains:
-                    same &= text == [t for block in speculative.generate(ids, new_tokens, chain=chain) for t in block]
+                    same &= text == flat(speculative.generate(ids, len(text), chain=chain))
                     counts = speculative.statistics
                     emitted[chain] += counts.emitted
                     rounds[chain] += counts.rounds
+                    seconds[chain] += counts.decode_seconds
                     if chain == speculative.max_chain:
                         hits, proposed = hits + counts.hits, proposed + counts.proposed
                 live.advance(task)
             tau = {chain: emitted[chain] / max(1, rounds[chain]) for chain in chains}
             by_position = [hits[i] / proposed[i] for i in sorted(proposed)]
             figures[kind] = {"tau": tau, "by_position": by_position, "repeated": statistics.mean(repeated),
+                             "repeated_of_all": statistics.mean(of_all), "tokens": n_tokens,
                              "prompts": len(prompts), "same": same}  # fmt: skip
-            shown = [f"{tau[chain]:.2f}" for chain in chains]
-            table.add_row(kind, *shown, f"{figures[kind]['repeated']:.1%}", "yes" if same else "NO")
+            table.add_row(kind, *(f"{tau[chain]:.2f}" for chain in chains), "yes" if same else "NO")
+    mean = {chain: statistics.mean(found["tau"][chain] for found in figures.values()) for chain in chains}
+    rate = {chain: written / max(1e-9, seconds[chain]) for chain in (0, *chains)}
+    table.add_section()
+    table.add_row("mean", *(f"{mean[chain]:.2f}" for chain in chains), "")
+    table.add_row("speed-up", *(f"{rate[chain] / max(1e-9, rate[0]):.2f}" for chain in chains), "")
     console.print(table)
+    console.print(f"greedy decoding: {rate[0]:.1f} tokens/s; same: the text is the greedy one at every chain")
     for kind, found in figures.items():
         shares = ", ".join(f"{share:.0%}" for share in found["by_position"])
-        console.print(f"accepted by position, {kind}: {shares}")
-    return {"kinds": figures, "ok": all(found["same"] for found in figures.values())}
+        console.print(
+            f"{kind}: {found['tokens']} tokens, {found['repeated']:.0%} of their 4-grams repeated ones "
+            f"({found['repeated_of_all']:.0%} in {new_tokens} greedy tokens); accepted by position {shares}",
+            soft_wrap=True,
+        )
+    return {
+        "kinds": figures, "mean_tau": mean, "tokens_per_second": rate,
+        "ok": all(found["same"] for found in figures.values()),
+    }  # fmt: skip
+
+
+def flat(blocks: Iterable[list[int]]) -> list[int]:
+    return [token for block in blocks for token in block]
 
 
 def read_held_out(path: Path, per_kind: int) -> dict[str, list[list[int]]]:

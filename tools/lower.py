@@ -1,6 +1,6 @@
 """Lowers a target and a draft head to an artifact.
 
-python -m eyas.tools.lower --target gemma3_270m --draft untrained --device cpu -o DIR
+python -m eyas.tools.lower --target gemma3_270m --device cpu -o DIR
 """
 
 import argparse
@@ -14,7 +14,10 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="lower.py", description=__doc__.splitlines()[0])
     p.add_argument("--target", help="name of the target; --list-targets shows them")
     p.add_argument("--checkpoint", type=Path, help="a .gguf file or a Hugging Face folder, instead of the target's own")
-    p.add_argument("--draft", default="untrained", help="folder of an EAGLE-3 head, or 'untrained' (default)")
+    p.add_argument(
+        "--draft", default="auto", help="folder of an EAGLE-3 head, 'untrained', or 'auto' (default): the head that "
+        "ships for the target, an untrained one where none does",
+    )  # fmt: skip
     p.add_argument("-o", "--out", type=Path, help="folder of the artifact; an artifact there is replaced")
     p.add_argument("--device", default="cpu", help="cpu (default)")
     p.add_argument(

@@ -37,7 +37,7 @@ def add_target_options(p: argparse.ArgumentParser) -> None:
     """The options of tracing a target."""
     g = p.add_argument_group("tracing a target")
     g.add_argument("--checkpoint", type=Path, help="a .gguf file or a Hugging Face folder, instead of the target's own")
-    g.add_argument("--draft", default="untrained", help="folder of an EAGLE-3 head, or 'untrained' (default)")
+    g.add_argument("--draft", default="auto", help="folder of an EAGLE-3 head, 'untrained', or 'auto' (default)")
     g.add_argument("--quant", default="int8", help="int8 (default), int4, none, or a recipe file")
     g.add_argument("--max-seq-len", type=int, default=2048, help="positions in the caches (default 2048)")
     g.add_argument("--max-prefill", type=int, help="largest chunk of a prompt (default: the window, at most 512)")
