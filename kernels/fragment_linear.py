@@ -314,10 +314,13 @@ def plan(out_features: int, in_features: int, group_size: int) -> Plan:
     """The layout for a weight, a function of its shape alone, so that every number of rows has the same bits.
 
     Found by trying layouts on an H200 (132 multiprocessors): 10 warps a multiprocessor, or 15 where a tile has one
-    lane, each with at least two units.
+    lane, each with at least two units; tiles that are nearly enough by themselves are not split, as adding splits takes
+    longer than that gains.
     """
     n_tiles = -(-out_features // TILE)
     units = -(-in_features // unit_columns(group_size))
+    if 256 <= n_tiles < 512 and units >= 8:
+        return Plan(tiles=1, lanes=4, splits=1)
     tiles, lanes, warps = (4, 1, 15 * 132) if n_tiles >= 512 else (2, 2, 10 * 132)
     splits = max(1, min(-(-warps // (n_tiles * lanes)), units // (2 * lanes)))
     return Plan(tiles, lanes, splits)

@@ -42,21 +42,29 @@ def supports(head_width: int, dtype: torch.dtype, batch: int, rows: int) -> str 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is laid over the card: ``rows`` of a tile, ``keys`` of a turn, ``splits`` of a key head."""
+    """How a problem is laid over the card: ``rows`` of a tile, ``keys`` of a turn, ``splits`` of a key head; ``ahead``:
+    the scores of a turn are computed during the one before.
+    """
 
     rows: int
     keys: int
     splits: int
     warps: int
     stages: int
+    ahead: bool
 
 
 def plan(heads: int, kv_heads: int, width: int, max_rows: int) -> Plan:
-    """The layout for calls of 1 to ``max_rows`` rows: one program a multiprocessor and block of rows."""
+    """The layout for calls of 1 to ``max_rows`` rows: one program a multiprocessor and block of rows.
+
+    At width 512 the sums fill the registers of one program a multiprocessor, so nothing else hides its loads and
+    products: turns are short, three of them in flight, and overlap.
+    """
     rows = min(TILE_ROWS, max(16, triton.next_power_of_2(max_rows * heads // kv_heads)))
-    keys = 32 if width == 512 else 64
     splits = min(64, max(1, MULTIPROCESSORS // kv_heads))
-    return Plan(rows, keys, splits, warps=8 if width == 512 else 4, stages=2 if width == 512 else 3)
+    if width == 512:
+        return Plan(rows, 16, splits, warps=8, stages=3, ahead=True)
+    return Plan(rows, 64, splits, warps=4, stages=3, ahead=False)
 
 
 @triton.jit
@@ -66,11 +74,21 @@ def _turns(first, last, KEYS: tl.constexpr, SPLITS: tl.constexpr, split):
     return low + (split + SPLITS - low % SPLITS) % SPLITS, last // KEYS + 1
 
 
+@triton.jit
+def _cached(ptr, j, first, last, D: tl.constexpr, L: tl.constexpr, RING: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Keys or values at positions ``j``, zeros outside of ``first`` to ``last``: what is not live may hold anything."""
+    slot = j % L if RING else j
+    at = slot[:, None] * D + tl.arange(0, D)[None, :]
+    found = tl.load(ptr + at, mask=((j >= first) & (j <= last))[:, None], other=0)
+    return found.to(tl.float32) if INTERPRETED else found
+
+
 @triton.jit(do_not_specialize=["M"])
 def splitk_kernel(
     q_ptr, k_ptr, v_ptr, pos_ptr, sums_ptr, state_ptr, M, q_head_stride, q_row_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One split of one key head for ``ROWS`` of its GROUP x M query rows.
 
@@ -99,22 +117,22 @@ def splitk_kernel(
     sums = tl.zeros([ROWS, D], tl.float32)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     weights = tl.zeros([ROWS], tl.float32)
+    RING: tl.constexpr = WINDOW > 0
+    j = begin * KEYS + tl.arange(0, KEYS)
+    products = tl.zeros([ROWS, KEYS], tl.float32)
+    if AHEAD:
+        products = tl.dot(q, tl.trans(_cached(k_ptr, j, first, last, D, L, RING, INTERPRETED)))
     # the interpreter cannot loop as often as the device says; tiles past the end change nothing
     MOST: tl.constexpr = L // KEYS // SPLITS + 2
     for turn in tl.range(0, MOST if INTERPRETED else tl.cdiv(end - begin, SPLITS), num_stages=STAGES):
         j = (begin + turn * SPLITS) * KEYS + tl.arange(0, KEYS)
-        slot = j % L if WINDOW > 0 else j
-        at = slot[:, None] * D + d[None, :]
-        live = (j >= first) & (j <= last)  # what is not live may hold anything
-        k = tl.load(k_ptr + at, mask=live[:, None], other=0)
-        v = tl.load(v_ptr + at, mask=live[:, None], other=0)
-        if INTERPRETED:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
+        v = _cached(v_ptr, j, first, last, D, L, RING, INTERPRETED)
+        k = _cached(k_ptr, j + SPLITS * KEYS if AHEAD else j, first, last, D, L, RING, INTERPRETED)
+        of_k = tl.dot(q, tl.trans(k))
         seen = j[None, :] <= pos[:, None]
-        if WINDOW > 0:
+        if RING:
             seen &= j[None, :] > pos[:, None] - WINDOW
-        scores = tl.where(seen, tl.dot(q, tl.trans(k)) * factor, float("-inf"))
+        scores = tl.where(seen, (products if AHEAD else of_k) * factor, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # none seen yet
         p = tl.exp2(scores - base[:, None])
@@ -122,6 +140,7 @@ def splitk_kernel(
         weights = weights * fade + tl.sum(p, 1)
         sums = tl.dot(p.to(v.dtype), v, acc=sums * fade[:, None])
         highest = higher
+        products = of_k
     at = (split * HEADS + head) * M + m
     known = (m < M) & (begin < end)
     tl.store(sums_ptr + at[:, None].to(tl.int64) * D + d[None, :], sums, mask=known[:, None])
@@ -206,7 +225,8 @@ def launch(
     wrap(splitk_kernel)[(blocks, layout.splits, kv_heads)](
         q, k, v, input_pos, sums, state, rows, q.stride(1), q.stride(2), scale * 1.4426950408889634,
         HEADS=heads, KV_HEADS=kv_heads, D=width, L=size, WINDOW=window,
-        ROWS=layout.rows, KEYS=layout.keys, SPLITS=layout.splits, STAGES=layout.stages, INTERPRETED=INTERPRETED,
+        ROWS=layout.rows, KEYS=layout.keys, SPLITS=layout.splits, STAGES=layout.stages, AHEAD=layout.ahead,
+        INTERPRETED=INTERPRETED,
         num_warps=layout.warps,
     )  # fmt: skip
     wrap(merge_kernel)[(heads * rows, width // 64)](

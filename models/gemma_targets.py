@@ -65,6 +65,7 @@ def open_gguf(path: Path) -> Checkpoint:
         stop_ids=tuple(i for i in stop if i < config.vocab_size),
         chat_template=facts.get("chat_template") or chat_template(*TURN_MARKS[config.family]),
         add_bos=facts.get("add_bos", True),
+        license=facts.get("license"),
     )
 
 

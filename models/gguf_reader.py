@@ -218,8 +218,8 @@ def read_gguf(path: Path) -> tuple[GemmaConfig, dict[str, GGUFTensor], dict[str,
     """Opens a GGUF target.
 
     Returns its configuration, its tensors by this project's names (read lazily), and of its facts about text those
-    present: ids ``bos``, ``eos``, ``eot``, and ``add_bos`` and ``chat_template``. Raises ``ValueError`` for another
-    architecture, a missing key or a tensor without a place.
+    present: ids ``bos``, ``eos``, ``eot``, ``add_bos``, ``chat_template``, and its ``license``. Raises ``ValueError``
+    for another architecture, a missing key or a tensor without a place.
     """
     reader = open_reader(Path(path))
     meta = Metadata(Path(path), reader)
@@ -232,6 +232,7 @@ def read_gguf(path: Path) -> tuple[GemmaConfig, dict[str, GGUFTensor], dict[str,
     config = CONFIGS[architecture](meta, by_name, by_name["token_embd.weight"].shape[0])
     tensors = {place(path, name): tensor for name, tensor in by_name.items() if name != ROPE_FREQS}
     facts = {short: meta.get(f"tokenizer.{key}", None) for short, key in TEXT_FACTS.items()}
+    facts["license"] = meta.get("general.license", None)
     return config, tensors, {short: value for short, value in facts.items() if value is not None}
 
 

@@ -52,7 +52,8 @@ class TokenizerSource:
 class Checkpoint:
     """A target as read, before any module exists. ``tensors`` go by the target module's own names.
 
-    ``identity``: what the artifact records of it. ``stop_ids``: ids that end a generation.
+    ``identity``: what the artifact records of it. ``stop_ids``: ids that end a generation. ``license``: as its file
+    names it.
     """
 
     config: object
@@ -63,6 +64,7 @@ class Checkpoint:
     stop_ids: tuple[int, ...]
     chat_template: str | None = None
     add_bos: bool = True
+    license: str | None = None
 
 
 @dataclass(frozen=True)

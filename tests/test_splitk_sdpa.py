@@ -96,9 +96,9 @@ from eyas.kernels.splitk_sdpa import plan, splitk_kernel as kernel
 heads, kv_heads, width, window, size, rows = json.loads(sys.argv[1])
 layout = plan(heads, kv_heads, width, rows)
 values = dict(HEADS=heads, KV_HEADS=kv_heads, D=width, L=size, WINDOW=window, ROWS=layout.rows, KEYS=layout.keys,
-              SPLITS=layout.splits, STAGES=layout.stages, INTERPRETED=False)
+              SPLITS=layout.splits, STAGES=layout.stages, AHEAD=layout.ahead, INTERPRETED=False)
 pointers = dict(q_ptr="*bf16", k_ptr="*bf16", v_ptr="*bf16", pos_ptr="*i64", sums_ptr="*fp32", state_ptr="*fp32")
-numbers = dict(M="i32", q_head_stride="i32", q_row_stride="i32", scale="fp32")
+numbers = dict(M="i32", q_head_stride="i32", q_row_stride="i32", scale=sys.argv[2])
 names = kernel.arg_names
 aligned = [*pointers, "q_head_stride", "q_row_stride"]
 done = compile(
@@ -111,12 +111,17 @@ print(json.dumps({"ptx": done.asm["ptx"], "cubin": done.asm["cubin"].hex(), "sha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [(*REAL[0], 131072, 8), (*REAL[1], 2048, 8), (*REAL[3], 1024, 16)], ids=str)
-def test_keys_and_values_are_fetched_ahead(case, tmp_path):
-    """For Hopper, without a GPU: 16 bytes at a time, straight into shared memory; no spills."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(case)], stdout=subprocess.PIPE, text=True, check=True
-    )
+@pytest.mark.parametrize(
+    ("case", "scale"),
+    [((*REAL[0], 131072, 8), "fp32"), ((*REAL[1], 2048, 8), "fp32"), ((*REAL[3], 1024, 16), "fp64")],
+    ids=str,
+)
+def test_keys_and_values_are_fetched_ahead(case, scale, tmp_path):
+    """For Hopper, without a GPU: 16 bytes at a time, straight into shared memory; no spills. AOTInductor's scale is a
+    float64.
+    """
+    command = [sys.executable, "-c", COMPILE, json.dumps(case), scale]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     facts = json.loads(done.stdout)
     assert "cp.async.cg.shared.global" in facts["ptx"] and facts["shared"] <= SHARED
     tile = plan(case[0], case[1], case[2], case[5])

@@ -36,6 +36,7 @@ def test_the_card(made):
     assert figures["K=1"] <= 2 and 0 <= figures["repeated"] < 0.3
     assert card["texts"]["kept"] > 500 and card["texts"]["short"] + card["texts"]["cut"] > 0
     assert card["steps"] == card["plan"]["steps"] == 4 * (card["texts"]["kept"] // 32)
+    assert card["made with"]["device"] == "cpu" and card["made with"]["arguments"]["lr"] == 3e-3
     assert card["sources of prompts"] == "random ids" and card["held-out tokens in the draft vocabulary"] > 0.9
 
 

@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 draft head for a target, on texts that the target writes itself, and writes it as a folder.
 
-python -m eyas.tools.train_draft --target gemma3_270m --device cuda -o heads/gemma3_270m
+python -m eyas.tools.train_draft --target gemma3_270m --device cuda --intermediate 1536 -o heads/gemma3_270m
 
 What was written and trained so far is kept in the work folder: the same command goes on from there.
 """
@@ -28,25 +28,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     p.add_argument("--seed", type=int, default=0, help="of prompts, texts and training (default 0)")
     data = p.add_argument_group("texts")
-    data.add_argument("--prompts", type=int, default=16384, help="how many (default 16384)")
-    data.add_argument("--new-tokens", type=int, default=224, help="that the target adds to each (default 224)")
+    data.add_argument("--prompts", type=int, default=9000, help="how many (default 9000)")
+    data.add_argument("--new-tokens", type=int, default=192, help="that the target adds to each (default 192)")
     data.add_argument("--temperatures", default="0,0.7,1", help="at which each is continued (default 0,0.7,1)")
     data.add_argument("--write-batch", type=int, default=1024, help="texts written at once (default 1024)")
     data.add_argument(
         "--max-repeated", type=float, default=0.2, help="of 4-grams, from where a text is cut (default 0.2)"
     )
     head = p.add_argument_group("head")
-    head.add_argument("--draft-vocab", type=int, default=16384, help="ids that it proposes (default 16384)")
+    head.add_argument("--draft-vocab", type=int, default=8192, help="ids that it proposes (default 8192)")
     head.add_argument("--intermediate", type=int, help="width of its MLP (default: by the target's width)")
     head.add_argument("--taps", help="comma-separated boundaries (default: the usual ones)")
     head.add_argument("--fc-norm", choices=("none", "concat", "per_tap"), default="per_tap", help="default per_tap")
     head.add_argument("--raw-output", action="store_true", help="feed back the raw output, not the normed one")
     train = p.add_argument_group("training")
-    train.add_argument("--epochs", type=float, default=2.0, help="passes over the texts at most (default 2)")
-    train.add_argument("--batch", type=int, default=128, help="texts a step (default 128)")
+    train.add_argument("--epochs", type=float, default=3.0, help="passes over the texts at most (default 3)")
+    train.add_argument("--batch", type=int, default=64, help="texts a step (default 64)")
     train.add_argument("--ttt", type=int, default=5, help="steps of the training-time test (default 5)")
     train.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (default 1e-3)")
-    train.add_argument("--check-every", type=int, default=100, help="steps between held-out checks (default 100)")
+    train.add_argument("--check-every", type=int, default=200, help="steps between held-out checks (default 200)")
     train.add_argument("--patience", type=int, default=5, help="checks without progress to stop (default 5; 0: never)")
     return p
 
@@ -118,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
     weights = {name: p.detach() for name, p in head.named_parameters()}
     write_head(args.output, config, weights, head.d2t.cpu(), target_name=args.target, max_file_bytes=MAX_FILE_BYTES)
     card = {
-        "target": dict(checkpoint.identity), "sources of prompts": source_line(checkpoint), "texts": asdict(filtered),
+        "target": dict(checkpoint.identity), "license of the target": checkpoint.license or "see its own files",
+        "made with": made_with(args, time.perf_counter() - start),
+        "sources of prompts": source_line(checkpoint), "texts": asdict(filtered),
         "temperatures": temperatures,
         "held out": asdict(held_out_filtered), "held-out tokens in the draft vocabulary": covered,
         "steps": trained, "plan": asdict(plan), "tau": report, "tau untrained": untrained,
@@ -130,6 +132,17 @@ def run(args: argparse.Namespace) -> int:
     )
     progress.note(f"wrote {args.output} after {time.perf_counter() - start:.0f} s; {work} is no longer needed")
     return 0
+
+
+def made_with(args: argparse.Namespace, seconds: float) -> dict[str, object]:
+    import torch
+
+    paths = ("checkpoint", "output", "work")  # of this machine
+    return {
+        "arguments": {name: value for name, value in vars(args).items() if name not in paths},
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__, "seconds": round(seconds),
+    }  # fmt: skip
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
