@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -105,8 +106,8 @@ def bench_acceptance(
     path: Path, prompts_file: Path, per_kind: int, new_tokens: int, max_repeated: float
 ) -> dict[str, object]:
     """tau of an artifact's head by kind of prompt and chain, by decoding greedy texts up to where more than
-    ``max_repeated`` of their 4-grams are repeated ones, and the speed-up over greedy decoding. Fails where a
-    speculative text is not the greedy one.
+    ``max_repeated`` of their 4-grams are repeated ones, and the speed-up over greedy decoding. tau is that of rounds
+    with whole chains, which the end of a text does not cut short. Fails where a speculative text is not the greedy one.
     """
     kinds = read_held_out(prompts_file, per_kind)
     artifact = Artifact.open(path)
@@ -134,11 +135,14 @@ def bench_acceptance(
                 seconds[0] += greedy.statistics.decode_seconds
                 written += len(text) - 1
                 for chain in chains:
-                    same &= text == flat(speculative.generate(ids, len(text), chain=chain))
+                    blocks = list(speculative.generate(ids, len(text), chain=chain))
+                    same &= text == flat(blocks)
                     counts = speculative.statistics
-                    emitted[chain] += counts.emitted
-                    rounds[chain] += counts.rounds
                     seconds[chain] += counts.decode_seconds
+                    sizes = [len(block) for block in blocks]  # the prefill's first
+                    whole = [n for n, known in zip(sizes[1:], accumulate(sizes)) if known + chain < len(text)]
+                    emitted[chain] += sum(whole)
+                    rounds[chain] += len(whole)
                     if chain == speculative.max_chain:
                         hits, proposed = hits + counts.hits, proposed + counts.proposed
                 live.advance(task)
