@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     write_head(args.output, config, weights, head.d2t.cpu(), target_name=args.target, max_file_bytes=MAX_FILE_BYTES)
     card = {
         "target": dict(checkpoint.identity), "license of the target": checkpoint.license or "see its own files",
-        "made with": made_with(args, time.perf_counter() - start),
+        "made with": made_with(args),
         "sources of prompts": source_line(checkpoint), "texts": asdict(filtered),
         "temperatures": temperatures,
         "held out": asdict(held_out_filtered), "held-out tokens in the draft vocabulary": covered,
@@ -134,14 +134,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def made_with(args: argparse.Namespace, seconds: float) -> dict[str, object]:
+def made_with(args: argparse.Namespace) -> dict[str, object]:
     import torch
 
     paths = ("checkpoint", "output", "work")  # of this machine
     return {
         "arguments": {name: value for name, value in vars(args).items() if name not in paths},
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__, "seconds": round(seconds),
+        "torch": torch.__version__,
     }  # fmt: skip
 
 
