@@ -75,10 +75,16 @@ def test_a_text_ends_with_its_stop(teacher):
 
 
 def test_a_stop_in_a_prompt_ends_nothing(teacher):
-    prompts = [Prompt("some", (5, 1, 7)), Prompt("some", (5, 1, 7, 1, 8, 9, 1))]
-    texts = Generator(teacher, (1,), seed=0).texts(prompts, 16, 0.0, batch=0)
-    assert all(len(text.ids) - text.prompt == 16 or text.ids[-1] == 1 for text in texts)
-    assert min(len(text.ids) - text.prompt for text in texts) > 1
+    """Also where the others have ended, so that nothing else keeps the batch going."""
+    short, long = Prompt("some", (5, 8, 7)), (5, 8, 7, 9, 11, 13, 15)
+    stop = Generator(teacher, (), seed=0).texts([short], 1, 0.0, batch=0)[0].ids[-1]
+    generator = Generator(teacher, (stop,), seed=0)
+    prompts = [Prompt("some", (*long[:4], stop, *long[i:])) for i in range(2, 7)]
+    alone = [generator.texts([prompt], 40, 0.0, batch=0)[0] for prompt in prompts]
+    assert max(len(text.ids) - text.prompt for text in alone) == 40
+    for prompt, expected in zip(prompts, alone, strict=True):
+        ended, text = generator.texts([short, prompt], 40, 0.0, batch=0)
+        assert ended.ids == (*short.ids, stop) and text == expected
 
 
 def test_repeated_share():

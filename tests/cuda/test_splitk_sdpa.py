@@ -92,6 +92,7 @@ SMALL = [
     Problem(2, 1, 64, 16, 5, 4, 32),  # one that has not
     Problem(8, 1, 64, 0, 150, 16, 256),  # several blocks of rows
     Problem(8, 1, 512, 0, 70, 2, 96),
+    Problem(4, 1, 512, 0, 300, 2, 320),  # several turns a split
 ]
 REAL = [
     *(Problem(32, 4, 512, 0, last, rows, 8192) for last, rows in ((31, 1), (1023, 5), (8191, 8), (5000, 16))),
