@@ -123,11 +123,14 @@ class Plan:
     passes: list[dict[str, object]]
 
     def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "derived": {n: [d.function, *d.sources] for n, d in self.derived.items()}}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict) -> "Plan":
-        derived = {n: Derived(function, tuple(sources)) for n, (function, *sources) in data["derived"].items()}
+        derived = {
+            name: Derived(one["function"], tuple(one["sources"]), tuple(one["options"]))
+            for name, one in data["derived"].items()
+        }
         return cls(**{**data, "constants": tuple(data["constants"]), "derived": derived})
 
 

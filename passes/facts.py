@@ -20,16 +20,24 @@ STOCK_PRODUCTS = (
     aten.linear.default, aten.addmm.default, aten.mm.default, own.int8_linear.default, own.int4_linear.default,
     own.int4_smallm.default, own.int4_anym.default,
 )  # fmt: skip
-PANELS = (own.panel_linear.default, own.panel_int8_linear.default, own.panel_int4_linear.default)
+PACKED = (
+    "eyas.panel_linear.default",
+    "eyas.panel_int8_linear.default",
+    "eyas.panel_int4_linear.default",
+    "eyas.fragment_int4_linear.default",
+    "eyas.fragment_int4_matmul.default",
+    "eyas.fragment_int8_linear.default",
+    "eyas.fragment_int8_matmul.default",
+)  # fmt: skip  by name: those of Triton need not be registered
 
 
 def none_of(targets: Collection[object]) -> Callable[[Program], str | None]:
-    """The check that no node of a program calls one of ``targets``."""
+    """The check that no node of a program calls one of ``targets``, operators or their names."""
 
     def check(program: Program) -> str | None:
         for method, ep in program.methods.items():
             for node in ep.graph.nodes:
-                if node.op == "call_function" and node.target in targets:
+                if node.op == "call_function" and (node.target in targets or str(node.target) in targets):
                     return f"method {method!r} has {node.name} = {node.target}"
         return None
 
@@ -54,7 +62,7 @@ FACTS: dict[str, Callable[[Program], str | None]] = {
     "row_invariant_attention": none_of(STOCK_ATTENTION),
     "row_invariant_linear": none_of(STOCK_PRODUCTS),
     "shared_buffers": shared,
-    "unpacked_weights": none_of(PANELS),
+    "unpacked_weights": none_of(PACKED),
     "visible_masks": none_of((own.masked_sdpa.default,)),
 }
 

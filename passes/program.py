@@ -18,16 +18,22 @@ CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENS
 
 @dataclass(frozen=True)
 class Derived:
-    """How a pass made a constant: ``function`` (``module:name``) of the constants ``sources``, in order."""
+    """How a pass made a constant: ``function`` (``module:name``) of the constants ``sources``, in order, and of the
+    numbers ``options`` after them.
+    """
 
     function: str
     sources: tuple[str, ...]
+    options: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.function.partition(':')[2]}({', '.join(map(str, (*self.sources, *self.options)))})"
 
     def compute(self, constants: Mapping[str, Tensor]) -> Tensor:
         """The constant's value, which like the constants of a program wants no gradient."""
         module, _, name = self.function.partition(":")
         with torch.no_grad():
-            return getattr(import_module(module), name)(*(constants[source] for source in self.sources))
+            return getattr(import_module(module), name)(*(constants[source] for source in self.sources), *self.options)
 
 
 @dataclass

@@ -24,6 +24,7 @@ from torch import nn
 
 from eyas.kernels.panel_linear import PANEL, unpack_panels
 from eyas.models.weights import Dense, Int4, Int8, TensorSource
+from eyas.passes.numerics import copy_program, differences
 from eyas.passes.panel_linear import PanelLinear
 from eyas.passes.printer import print_program
 from eyas.passes.program import Program
@@ -432,6 +433,23 @@ def test_scales_that_two_weights_share_stay_one():
     rewrite(PanelLinear(), program, 2)
     assert sorted(program.constants()) == ["a.panels", "b.panels", "scales.panels"]
     assert_derived(program, before)
+
+
+def test_scales_that_would_be_packed_in_two_ways_are_refused():
+    """Two weights share their scales, but only one of them has offsets; both would be packed under one name."""
+
+    def both(module, x):
+        first = torch.ops.eyas.int4_linear(x, module.a, module.scales, None, 32)
+        return first, torch.ops.eyas.int4_linear(x, module.b, module.scales, module.offsets, 32)
+
+    one, other = weight("zeros"), weight("zeros", seed=1)
+    program = program_over(both, a=one.qweight, b=other.qweight, scales=one.scales, offsets=one.offsets)
+    before = copy_program(program)
+    record = apply(PanelLinear(), program)
+    assert record.rewrites == 1 and [refusal.reason for refusal in record.refusals] == [
+        "its scales would be packed in two ways: pack_scale_offset(scales, offsets) and pack_scale_offset(scales)"
+    ]
+    assert all(found.error < ATOL for found in differences(before, program, rows={"forward": [ROWS]}))
 
 
 def test_packed_weights_of_a_few_columns():

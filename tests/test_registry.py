@@ -23,8 +23,8 @@ from eyas.passes.registry import PASSES, find_pass, parse_pass, parse_pipeline, 
 TESTS = Path(__file__).parent
 FOLDER = TESTS.parent / "passes"
 INFRASTRUCTURE = {
-    "__init__", "base", "blocks", "cache_proof", "costs", "diff", "facts", "mask_proof", "numerics", "pipeline",
-    "printer", "program", "ranges", "registry", "types", "verify",
+    "__init__", "base", "blocks", "cache_proof", "costs", "diff", "facts", "mask_proof", "numerics", "packed_weights",
+    "pipeline", "printer", "program", "ranges", "registry", "types", "verify",
 }  # fmt: skip
 
 
