@@ -155,6 +155,27 @@ def fragment_int8_kernel(
 
 
 @triton.jit
+def dequantize_int8_kernel(
+    words_ptr, scales_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, UNITS_AT_ONCE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Some units of a tile as numbers of ``out``'s dtype, ``[N, K]``."""
+    UNITS: tl.constexpr = (K + 31) // 32
+    R: tl.constexpr = TILE // 16
+    tile = tl.program_id(0)
+    unit = tl.program_id(1) * UNITS_AT_ONCE + tl.arange(0, UNITS_AT_ONCE)
+    word = tl.arange(0, R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    words_ptr += (tile.to(tl.int64) * UNITS + unit[:, None, None]) * (R * 128)
+    words = tl.load(words_ptr + word, mask=unit[:, None, None] < UNITS, other=0)
+    q = tl.reshape(_unpack(words, ASM).to(tl.float32), [UNITS_AT_ONCE, R, 8, 4, 2, 2, 2, 2])  # U R g q s e kh rh
+    q = tl.reshape(tl.permute(q, [0, 1, 7, 2, 3, 4, 6, 5]), [UNITS_AT_ONCE, TILE, 32])  # U R rh g | q s kh e
+    n = tile * TILE + tl.arange(0, TILE)[None, :, None]
+    k = unit[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+    w = q * tl.load(scales_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n.to(tl.int64) * K + k, w.to(out_ptr.dtype.element_ty), mask=(n < N) & (k < K))
+
+
+@triton.jit
 def gather_kernel(
     ids_ptr, words_ptr, scales_ptr, out_ptr,
     K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -213,6 +234,16 @@ def launch_int8_linear(x: Tensor, words: Tensor, scales: Tensor, out_features: i
     return out
 
 
+def launch_int8_matmul(x: Tensor, words: Tensor, scales: Tensor, out_features: int) -> Tensor:
+    """``launch_int8_linear`` for many rows: the weight as bfloat16 numbers, then one matrix product."""
+    k = _checked(x, words)
+    weight = x.new_empty((out_features, k))
+    wrap(dequantize_int8_kernel)[(words.shape[0], triton.cdiv(words.shape[1], 8))](
+        words, scales, weight, N=out_features, K=k, TILE=TILE, UNITS_AT_ONCE=8, ASM=ASM, num_warps=4,
+    )  # fmt: skip
+    return x @ weight.T
+
+
 def launch_int8_embedding(ids: Tensor, words: Tensor, scales: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """Rows of a table from the words that a head reads.
 
@@ -228,6 +259,7 @@ def launch_int8_embedding(ids: Tensor, words: Tensor, scales: Tensor, in_feature
 
 
 fragment_int8_linear = torch.library.triton_op("eyas::fragment_int8_linear", launch_int8_linear, mutates_args=())
+fragment_int8_matmul = torch.library.triton_op("eyas::fragment_int8_matmul", launch_int8_matmul, mutates_args=())
 fragment_int8_embedding = torch.library.triton_op(
     "eyas::fragment_int8_embedding", launch_int8_embedding, mutates_args=()
 )
@@ -238,15 +270,28 @@ def _(x, words, scales, out_features, max_rows=MAX_ROWS):
     return x.new_empty((x.shape[0], out_features))
 
 
+@fragment_int8_matmul.register_fake
+def _(x, words, scales, out_features):
+    return x.new_empty((x.shape[0], out_features))
+
+
 @fragment_int8_embedding.register_fake
 def _(ids, words, scales, in_features, dtype):
     return scales.new_empty((*ids.shape, in_features), dtype=dtype)
 
 
-@fragment_int8_linear.register_kernel("cpu")
-def _(x, words, scales, out_features, max_rows=MAX_ROWS):
+def reference(x: Tensor, words: Tensor, scales: Tensor, out_features: int) -> Tensor:
+    """What the products compute, from the same operands, in float32: the implementation on cpu."""
     w = dequantize(unpack_int8_fragments(words, out_features, _checked(x, words)), scales)
     return (x.float() @ w.T).to(x.dtype)
+
+
+@fragment_int8_linear.register_kernel("cpu")
+def _(x, words, scales, out_features, max_rows=MAX_ROWS):
+    return reference(x, words, scales, out_features)
+
+
+fragment_int8_matmul.register_kernel("cpu")(reference)
 
 
 @fragment_int8_embedding.register_kernel("cpu")

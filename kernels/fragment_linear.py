@@ -98,6 +98,11 @@ def pack_scales(scales: Tensor, tile: int = TILE) -> Tensor:
     return scales.permute(0, 3, 2, 1).contiguous()
 
 
+def pack_exact_scales(scales: Tensor) -> Tensor:
+    """``pack_scales`` in the narrowest dtype that loses nothing: they are a good part of what a product reads."""
+    return pack_scales(scales.to(exact_dtype(scales.float())))
+
+
 def unpack_scales(packed: Tensor, out_features: int) -> Tensor:
     """The inverse of ``pack_scales``: ``[T, groups, 8, tile / 8]`` -> ``[out_features, groups]``."""
     return packed.permute(0, 3, 2, 1).flatten(0, 2)[:out_features]

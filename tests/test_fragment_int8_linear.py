@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fragment_linear import resource_usage
+from test_fragment_int4_linear import resource_usage
 
 from eyas.kernels.fragment_int8_linear import (
     fragment_int8_embedding,
     fragment_int8_linear,
+    fragment_int8_matmul,
     pack_int8_fragments,
     plan,
     supports,
@@ -51,8 +52,9 @@ def test_ops_on_cpu():
     q, scales = random_weight(70, 300)
     words = pack_int8_fragments(q)
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(fragment_int8_linear(x, words, scales, 70), int8_linear(x, q, scales))
-    assert fragment_int8_linear(x.to("meta"), words.to("meta"), scales.to("meta"), 70).shape == (5, 70)
+    for op in (fragment_int8_linear, fragment_int8_matmul):
+        assert torch.equal(op(x, words, scales, 70), int8_linear(x, q, scales))
+        assert op(x.to("meta"), words.to("meta"), scales.to("meta"), 70).shape == (5, 70)
     ids = torch.tensor([[0, 69, 5], [3, 3, 64]])
     made = fragment_int8_embedding(ids, words, scales, 300, torch.bfloat16)
     assert torch.equal(made, int8_embedding(ids, q, scales, torch.bfloat16))

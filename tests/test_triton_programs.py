@@ -82,6 +82,8 @@ def test_int8():
     x = torch.zeros(5, 640, dtype=torch.bfloat16)
     product, sums = launches(Call(eyas.fragment_int8_linear, 4096, **constants), (x,), ({0: ROWS},))
     assert product["tensors_to_clone"] == ["out_ptr"] == sums["tensors_to_clone"]
+    (numbers,) = launches(Call(eyas.fragment_int8_matmul, 4096, **constants), (x,), ({0: ROWS},))
+    assert numbers["tensors_to_clone"] == ["out_ptr"] and numbers["grid"][0] == (64, 3, 1)
     gather = Call(eyas.fragment_int8_embedding, 640, torch.bfloat16, **constants)
     (rows,) = launches(gather, (torch.arange(5),), ({0: ROWS},))
     assert rows["tensors_to_clone"] == ["out_ptr"] and not isinstance(rows["grid"][0][0], int)

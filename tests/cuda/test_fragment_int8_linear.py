@@ -6,7 +6,13 @@ from card import DEVICE, GPU, gpu
 from test_fragment_linear import ROUNDING, UNUSUAL, error, randn, unusual
 from torch import Tensor
 
-from eyas.kernels.fragment_int8_linear import launch_int8_embedding, launch_int8_linear, pack_int8_fragments
+from eyas.kernels import fragment_int8_linear
+from eyas.kernels.fragment_int8_linear import (
+    launch_int8_embedding,
+    launch_int8_linear,
+    launch_int8_matmul,
+    pack_int8_fragments,
+)
 
 
 def weight(n, k, seed=0) -> tuple[tuple[Tensor, Tensor, int], Tensor]:
@@ -57,6 +63,29 @@ def test_a_row_has_the_bits_that_it_has_alone():
             for first in range(17 - rows) if GPU else (0, 16 - rows):
                 among = x[first : first + rows]
                 assert torch.equal(launch_int8_linear(among, *operands), alone[first : first + rows]), (n, k, rows)
+
+
+@pytest.mark.parametrize(("n", "k"), [(70, 330), (128, 64), (1, 32)], ids=str)
+def test_many_rows_dequantize_what_few_rows_multiply(n, k):
+    """The weight as numbers, float32 products of two exact ones; units past the last one are written nowhere."""
+    (words, scales, _), numbers = weight(n, k)
+    out = numbers.new_full((n + 1, k), 7, dtype=torch.float32)
+    for at_once in (2, 8):
+        fragment_int8_linear.dequantize_int8_kernel[(words.shape[0], -(-words.shape[1] // at_once))](
+            words, scales, out, n, k, fragment_int8_linear.TILE, at_once, fragment_int8_linear.ASM,
+        )  # fmt: skip
+        assert torch.equal(out[:n], numbers.float()) and (out[n] == 7).all()
+
+
+@gpu
+@pytest.mark.parametrize(("n", "k", "rows"), [(70, 330, 40), (1024, 640, 512), (32000, 5376, 64)], ids=str)
+def test_products_of_many_rows(n, k, rows):
+    """Two roundings to bfloat16, of the weight and of the result."""
+    operands, numbers = weight(n, k)
+    x = randn(rows, k)
+    out = launch_int8_matmul(x, *operands)
+    assert out.shape == (rows, n) and out.dtype == torch.bfloat16
+    assert error(out, x, numbers) < 2 * ROUNDING
 
 
 @pytest.mark.parametrize(("n", "k"), [(70, 330), (130, 64), pytest.param(262144, 640, marks=gpu)], ids=str)

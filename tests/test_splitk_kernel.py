@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from test_fragment_linear import resource_usage
+from test_fragment_int4_linear import resource_usage
 
 from eyas.kernels.splitk_sdpa import TILE_ROWS, plan, splitk_sdpa, supports
 
