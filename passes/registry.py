@@ -12,6 +12,7 @@ from eyas.passes.base import Pass
 # name -> module:class; sorted; a module is imported when its pass is first asked for
 PASSES: dict[str, str] = {
     "dead_code": "eyas.passes.dead_code:DeadCode",
+    "fragment_linear": "eyas.passes.fragment_linear:FragmentLinear",
     "int4_smallm": "eyas.passes.int4_smallm:Int4Smallm",
     "masked_sdpa": "eyas.passes.masked_sdpa:MaskedSdpa",
     "materialize_tables": "eyas.passes.materialize_tables:MaterializeTables",
