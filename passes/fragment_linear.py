@@ -1,4 +1,4 @@
-"""Quantised linear layers on CUDA read their weights as the tensor core's own fragments, packed once for all methods."""
+"""Quantised linear layers on CUDA read weights as the tensor core's own fragments, packed once for all methods."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -103,16 +103,13 @@ def emit_int4(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
 
 def emit_int8(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
     if few(use):
-        return product(
-            emit, use.node, shape[0], eyas.fragment_int8_linear.default, *constants, shape[0], use.rows
-        )  # fmt: skip
+        return product(emit, use.node, shape[0], eyas.fragment_int8_linear.default, *constants, shape[0], use.rows)
     return product(emit, use.node, shape[0], eyas.fragment_int8_matmul.default, *constants, shape[0])
 
 
 def emit_rows(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
-    return emit(
-        eyas.fragment_int8_embedding.default, given(use.node, 0), *constants, shape[1], given(use.node, 3)
-    )  # fmt: skip
+    ids, dtype = given(use.node, 0), given(use.node, 3)
+    return emit(eyas.fragment_int8_embedding.default, ids, *constants, shape[1], dtype)
 
 
 FORMS = {
@@ -124,4 +121,4 @@ FORMS = {
     eyas.int8_embedding.default: Form(
         {"weight": 1, "scales": 2}, pack_int8, emit_rows, lambda use: None, product=False
     ),
-}  # fmt: skip
+}

@@ -1,11 +1,14 @@
 """Reads an attention mask's graph as a statement about positions: which keys j does the row at position p see?
 
+In a ring of L rows, row j holds the newest position that is congruent to j, up to the last one of the call: ``last -
+age`` with ``age = (last - j) % L``. So masks of rings are statements about ``last`` and ``age``.
+
 Nothing is recognised by its name or its shape alone: each operator between the positions and the mask is read for what
 it does to ``a p + b j + c``, and an operator that is not understood is a reason to give up.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,23 +24,25 @@ HIDDEN = -1e9  # an additive mask hides what it lowers by as much as this, or mo
 
 @dataclass(frozen=True, order=True)
 class Affine:
-    """``p * position + j * key + c``."""
+    """``p * position + j * key + c + last * (last position of the call) + age * (age of the key in its ring)``."""
 
     p: int
     j: int
     c: int
+    last: int = 0
+    age: int = 0
 
     def __add__(self, other: "Affine") -> "Affine":
-        return Affine(self.p + other.p, self.j + other.j, self.c + other.c)
+        return Affine(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
     def __neg__(self) -> "Affine":
-        return Affine(-self.p, -self.j, -self.c)
+        return Affine(*(-a for a in astuple(self)))
 
     def __sub__(self, other: "Affine") -> "Affine":
         return self + -other
 
     def __str__(self) -> str:
-        terms = [(self.p, "position"), (self.j, "key"), (self.c, "")]
+        terms = [(self.p, "position"), (self.j, "key"), (self.last, "last"), (self.age, "age"), (self.c, "")]
         shown = [(k, name) for k, name in terms if k] or [(0, "")]
         sizes = [name if name and abs(k) == 1 else f"{abs(k)} {name}".strip() for k, name in shown]
         return " ".join(f"{'-' if k < 0 else '+'} {size}" for (k, _), size in zip(shown, sizes)).removeprefix("+ ")
@@ -70,8 +75,8 @@ class NotUnderstood(Exception):
     """Why a mask cannot be read; caught where the pass gives its reason."""
 
 
-def causal(term: Affine) -> bool:
-    return term == Affine(1, -1, 0)
+CAUSAL = Affine(1, -1, 0)
+MISPLACED = "its mask has not rows and keys as its last dimensions"
 
 
 def why_not_causal(
@@ -83,27 +88,65 @@ def why_not_causal(
     None to look now.
     """
     try:
-        written = changed_by(mask.graph.nodes) if written is None else written
-        read = Reader(positions, constants, written).read(mask)
+        terms, placed = terms_of(mask, positions, constants, written)
     except NotUnderstood as error:
         return str(error)
-    value = read.value
-    if not isinstance(value, Seen):
-        return "its mask is no mask of keys, but a number"
-    terms = sorted(t for t in value.terms if not (t.p >= 0 and t.j >= 0 and t.c >= 0))  # always true
-    if len(terms) == 1 and causal(terms[0]):
-        last = mask.meta["val"].ndim - 1
-        rows_and_keys = (read.row, read.key) == (last - 1, last)
-        return None if rows_and_keys else "its mask has not rows and keys as its last dimensions"
+    if terms == [CAUSAL]:
+        return None if placed else MISPLACED
     for term in terms:
-        if (term.p, term.j) == (-1, 1):
+        if replace(term, c=0) == -CAUSAL:
             return f"its mask is a sliding window of {term.c + 1} keys"
+    return what_else(terms, CAUSAL, "key <= position")
+
+
+def window_of(
+    mask: Node, positions: Node, constants: Mapping[Node, Tensor], written: Collection[Node], ring: bool
+) -> int | str:
+    """W where row i of ``mask`` shows exactly the keys at positions p with ``positions[i] - W < p <= positions[i]``,
+    and 0 where it shows all with p <= ``positions[i]``; else what it shows, in words.
+
+    In a flat cache row j holds position j; in a ring, which needs a window, position ``last - age``, and nothing where
+    that is negative. Arguments as for ``why_not_causal``.
+    """
+    try:
+        terms, placed = terms_of(mask, positions, constants, written)
+    except NotUnderstood as error:
+        return str(error)
+    held, text = (Affine(0, 0, 0, 1, -1), "last - age") if ring else (Affine(0, 1, 0), "key")
+    upto, since = Affine(1, 0, 0) - held, held - Affine(1, 0, 0)
+    windows = [term.c + 1 for term in terms if replace(term, c=0) == since and term.c >= 0]
+    wanted = {upto, *([held] if ring else []), *(since + Affine(0, 0, window - 1) for window in windows)}
+    if set(terms) != wanted:
+        return what_else(terms, upto, f"{text} <= position" + f" and {text} >= 0" * ring)
+    if ring and not windows:
+        return "its mask has no window, and a ring forgets"
+    if not placed:
+        return MISPLACED
+    return windows[0] if windows else 0
+
+
+def terms_of(
+    mask: Node, positions: Node, constants: Mapping[Node, Tensor], written: Collection[Node] | None
+) -> tuple[list[Affine], bool]:
+    """What must be at least 0 where ``mask`` shows a key, but for what always is; and whether rows and keys are its
+    last dimensions. Raises ``NotUnderstood``.
+    """
+    written = changed_by(mask.graph.nodes) if written is None else written
+    read = Reader(positions, constants, written).read(mask)
+    if not isinstance(read.value, Seen):
+        raise NotUnderstood("its mask is no mask of keys, but a number")
+    last = mask.meta["val"].ndim - 1
+    return sorted(t for t in read.value.terms if min(astuple(t)) < 0), (read.row, read.key) == (last - 1, last)
+
+
+def what_else(terms: Iterable[Affine], upto: Affine, wanted: str) -> str:
+    """What a mask shows, in words, that does not show what is ``wanted``; ``upto``: the term of its last key."""
     if not terms:
         return "its mask hides nothing"
     for term in terms:
-        if (term.p, term.j) == (1, -1) and term.c:
+        if replace(term, c=0) == upto and term.c:
             return f"its mask shows keys up to position {term.c:+d}, not up to the position itself"
-    return f"its mask shows keys where {' and '.join(f'{term} >= 0' for term in terms)}, not where key <= position"
+    return f"its mask shows keys where {' and '.join(f'{term} >= 0' for term in terms)}, not where {wanted}"
 
 
 def changed_by(nodes: Iterable[Node]) -> set[Node]:
@@ -212,7 +255,7 @@ def both(reader: Reader, node: Node) -> Axes:
 
 def strictest(terms: frozenset[Affine]) -> frozenset[Affine]:
     """Without the terms that another one implies: those that differ from it by a larger constant."""
-    return frozenset(t for t in terms if not any((t.p, t.j) == (u.p, u.j) and u.c < t.c for u in terms))
+    return frozenset(t for t in terms if not any(replace(t, c=u.c) == u and u.c < t.c for u in terms))
 
 
 def invert(reader: Reader, node: Node) -> Axes:
@@ -307,7 +350,8 @@ def sliced(reader: Reader, node: Node) -> Axes:
     whole = str(node.meta["val"].shape[dim]) == str(node.args[0].meta["val"].shape[dim])
     if whole or dim not in (read.row, read.key):
         return read
-    if dim == read.row or not isinstance(start, int) or start < 0 or step not in (None, 1):
+    aged = any(term.age for term in ([read.value] if isinstance(read.value, Affine) else read.value.terms))
+    if dim == read.row or not isinstance(start, int) or start < 0 or step not in (None, 1) or aged:
         raise reader.not_understood(node)
 
     one = is_one(node.meta["val"].shape[dim])  # of which nothing counts any more
@@ -318,6 +362,24 @@ def sliced(reader: Reader, node: Node) -> Axes:
     value = read.value
     value = move(value) if isinstance(value, Affine) else Seen(frozenset(map(move, value.terms)), value.additive)
     return Axes(value, read.row, None if one else read.key)
+
+
+def last_of(reader: Reader, node: Node) -> Axes:
+    """The last of the rows."""
+    read, (dim, index) = reader.read(node.args[0]), node.args[1:]
+    size, rank = node.args[0].meta["val"].shape[dim], node.args[0].meta["val"].ndim
+    of_rows = isinstance(read.value, Affine) and read.key is None and read.row == dim % rank and rank == 1
+    if not of_rows or index not in (-1, size - 1):
+        raise reader.not_understood(node)
+    return Axes(replace(read.value, p=0, last=read.value.last + read.value.p))
+
+
+def aged(reader: Reader, node: Node) -> Axes:
+    """``(last - key) % L`` of a ring's L rows."""
+    read, size = reader.read(node.args[0]), node.args[1]
+    if read.value != Affine(0, -1, 0, 1) or read.key is None or size != node.meta["val"].shape[read.key]:
+        raise reader.not_understood(node)
+    return Axes(Affine(0, 0, 0, 0, 1), read.row, read.key)
 
 
 def counting(reader: Reader, node: Node) -> Axes:
@@ -374,6 +436,8 @@ RULES = {
     aten.expand: expanded,
     aten.unsqueeze: unsqueezed,
     aten.slice: sliced,
+    aten.select: last_of,
+    aten.remainder: aged,
     aten.arange: counting,
     aten.full: filled(1),
     aten.full_like: filled(1),

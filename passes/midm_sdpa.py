@@ -80,37 +80,65 @@ class MidmSdpa(MethodPass):
         return outcome
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The caches behind an attention's keys and values, and the positions that they were written at."""
-
-    keys: Node
-    values: Node
-    positions: Node
-
-
 def prove(
     ep: ExportedProgram, call: Call, node: Node, caches: Caches, constants: Mapping[Node, Tensor], changed: set[Node],
     max_m: int,
-) -> Proof | str:  # fmt: skip
+) -> "Proof | str":  # fmt: skip
     """The proof that the kernel computes what ``node`` does, or the reason why there is none."""
-    q = call.q.meta["val"]
+    if reason := refuse_call(call):
+        return reason
+    _, rows = bounds(ep, [call.q.meta["val"].shape[2]])
+    if rows is None or rows > max_m:
+        return f"a call has up to {'any number of' if rows is None else rows} rows; max_m is {max_m}"
+    proof = cached(call, node, caches)
+    if isinstance(proof, str):
+        return proof
+    if proof.positions.op == "call_function" and proof.positions.target in MODULO:
+        return f"its cache is a ring: it is written at %{proof.positions.name} = {proof.positions.target}"
+    if reason := why_not_causal(call.mask, proof.positions, constants, changed):
+        return reason
+    return proof.refuse_dtype(call.q) or sdpa_midm.supports(*proof.problem(call.q), rows) or proof
+
+
+def refuse_call(call: Call) -> str | None:
+    """Why an attention is none under a mask alone, or None."""
     if call.dropout:
         return f"dropout_p={call.dropout}; the kernel has none"
     if call.mask is None:
         return "it has no mask" + (" but is_causal, which counts rows and not positions" if call.causal else "")
     if call.causal:
         return "it has a mask and is_causal"
-    if q.ndim != 4:
-        return f"the query has {q.ndim} dimensions, not 4"
-    _, rows = bounds(ep, [q.shape[2]])
-    if rows is None or rows > max_m:
-        return f"a call has up to {'any number of' if rows is None else rows} rows; max_m is {max_m}"
+    dims = call.q.meta["val"].ndim
+    return None if dims == 4 else f"the query has {dims} dimensions, not 4"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The caches behind an attention's keys and values, and the rows of them that were just written."""
+
+    keys: Node
+    values: Node
+    positions: Node
+
+    def refuse_dtype(self, query: Node) -> str | None:
+        dtype = query.meta["val"].dtype
+        alike = all(cache.meta["val"].dtype == dtype for cache in (self.keys, self.values))
+        return None if alike else f"the query is {dtype}, its caches are not"
+
+    def problem(self, query: Node) -> tuple[int, torch.dtype, int]:
+        """What a kernel's ``supports`` wants to know: head width, dtype and batch."""
+        q = query.meta["val"]
+        return q.shape[3], q.dtype, max(q.shape[0], self.keys.meta["val"].shape[0])
+
+
+def cached(call: Call, node: Node, caches: Caches) -> Proof | str:
+    """The caches that ``node`` reads, written before it at one position a row; or why there are none."""
+    q = call.q.meta["val"]
     found: list[Written] = []
     for what, value in (("keys", call.k), ("values", call.v)):
         cache = caches.behind(value, node)
         if isinstance(cache, str):
-            return f"its {what} are not a flat cache: {cache}"
+            return f"its {what} are not a cache: {cache}"
         found.append(cache)
     k, v = found
     if k.positions is not v.positions:
@@ -125,12 +153,4 @@ def prove(
         return f"{q.shape[1]} query heads over {call.k.meta['val'].shape[1]} key heads without enable_gqa"
     if not known_equal(k.positions.meta["val"].shape, [q.shape[2]]):
         return f"the cache was written at {list(k.positions.meta['val'].shape)} positions for {q.shape[2]} rows"
-    if k.positions.op == "call_function" and k.positions.target in MODULO:
-        return f"its cache is a ring: it is written at %{k.positions.name} = {k.positions.target}"
-    if reason := why_not_causal(call.mask, k.positions, constants, changed):
-        return reason
-    if any(cache.value.meta["val"].dtype != q.dtype for cache in found):
-        return f"the query is {q.dtype}, its caches are not"
-    if reason := sdpa_midm.supports(q.shape[3], q.dtype, max(q.shape[0], shapes[0][0]), rows):
-        return reason
     return Proof(k.value, v.value, k.positions)

@@ -175,7 +175,7 @@ def packed_by(function: str, suffix: str, *sources: str, options: tuple[int, ...
 
 
 def product(emit: Callable[..., Node], node: Node, out_features: int, target: Callable, *operands: object) -> Node:
-    """``target(rows, *operands)``, ``[rows, out_features]``, for the input of ``node`` and in the shape of its result."""
+    """``target(rows, *operands)``, ``[rows, out_features]``, for the input of ``node``, in the shape of its result."""
     x = given(node, 0)
     shape, width = list(x.meta["val"].shape), x.meta["val"].shape[-1]
     rows = x if len(shape) == 2 else emit(aten.reshape.default, x, [-1, width])

@@ -536,22 +536,21 @@ def through_a_view(module, k, v, pos):
 
 
 OTHER_CACHES = {
-    through_a_view: "its keys are not a flat cache: %index_copy_ writes a view of it",
-    new_keys_only: "its keys are not a flat cache: %zeros, which is written, is no buffer",
-    not_written: "its keys are not a flat cache: no node writes the buffer k",
-    values_not_written: "its values are not a flat cache: no node writes the buffer v",
+    through_a_view: "its keys are not a cache: %index_copy_ writes a view of it",
+    new_keys_only: "its keys are not a cache: %zeros, which is written, is no buffer",
+    not_written: "its keys are not a cache: no node writes the buffer k",
+    values_not_written: "its values are not a cache: no node writes the buffer v",
     at_other_positions: "its mask depends on %args_3; the cache was written at %add",
     at_two_positions: "its keys were written at %args_3, its values at %add",
     in_a_ring: "its cache is a ring: it is written at %remainder = aten.remainder.Scalar",
-    twice: "its keys are not a flat cache: the buffer k is written 2 times",
-    part_of_the_buffer: "its keys are not a flat cache: %slice_1 is only a part or another view of the buffer long",
-    of_permuted_axes: "its keys are not a flat cache: %transpose_1 is only a part or another view of the buffer rows",
-    along_heads: "its keys are not a flat cache: %index_copy_ writes along dimension 1 of 4, not along rows of "
-    "[1, G, L, D]",
-    copied_before: "its keys are not a flat cache: %clone is made of the buffer k before it is written",
-    added_up: "its keys are not a flat cache: %index_add_ is only a part or another view of the buffer k",
-    heads_in_turn: "its keys are not a flat cache: they come from %cat, which is no buffer",
-    heads_in_turn_by_expand: "its keys are not a flat cache: %reshape is only a part or another view of the buffer k",
+    twice: "its keys are not a cache: the buffer k is written 2 times",
+    part_of_the_buffer: "its keys are not a cache: %slice_1 is only a part or another view of the buffer long",
+    of_permuted_axes: "its keys are not a cache: %transpose_1 is only a part or another view of the buffer rows",
+    along_heads: "its keys are not a cache: %index_copy_ writes along dimension 1 of 4, not along rows of [1, G, L, D]",
+    copied_before: "its keys are not a cache: %clone is made of the buffer k before it is written",
+    added_up: "its keys are not a cache: %index_add_ is only a part or another view of the buffer k",
+    heads_in_turn: "its keys are not a cache: they come from %cat, which is no buffer",
+    heads_in_turn_by_expand: "its keys are not a cache: %reshape is only a part or another view of the buffer k",
 }
 
 
@@ -568,7 +567,7 @@ def test_a_cache_written_after_it_is_read_is_refused():
         module.v.index_copy_(2, pos, v)
         return y
 
-    reason = "its keys are not a flat cache: the buffer k is written after it is read"
+    reason = "its keys are not a cache: the buffer k is written after it is read"
     refuses(program_with(forward), reason)
 
 
@@ -577,7 +576,7 @@ def test_keys_that_are_inputs_are_refused():
         return F.scaled_dot_product_attention(q, k, v, flat(pos), enable_gqa=True)
 
     inputs = (make(ROWS)[0], randn(1, 2, LENGTH, WIDTH), randn(1, 2, LENGTH, WIDTH), make(ROWS)[3])
-    refuses(program_with(forward, inputs), "its keys are not a flat cache: they come from %args_1, which is no buffer")
+    refuses(program_with(forward, inputs), "its keys are not a cache: they come from %args_1, which is no buffer")
 
 
 def test_a_mask_of_another_input_is_refused():
