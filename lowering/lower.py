@@ -51,7 +51,8 @@ from eyas.runtime.memory import peak_rss
 from eyas.runtime.payload import storage_key
 from eyas.runtime.text import return_free_memory
 
-DTYPE = torch.float32  # activations and caches on cpu: what its kernels take
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # activations and caches: what a device's kernels take
+LOWERED = ("cpu",)  # devices for which there is more than passes
 DEFAULT_PREFILL = 512  # rows of a prompt's chunk, where the window allows them
 PLAN = "plan.json"
 COMPILER_BYTES = 1 << 30  # what tracing and compiling need beside the weights, measured on the 270M model
@@ -168,6 +169,7 @@ class Lowering:
         self.methods = tuple(dict.fromkeys((*METHODS, *request.methods)))
         self.pipeline = pipeline_for(request.device, request.passes)
         self.report.pipeline = pipeline_text(self.pipeline)
+        self.dtype = DTYPES[request.device]
         self.recipe = load_recipe(request.quant)
         self.spec = find_target(request.target)
 
@@ -179,6 +181,11 @@ class Lowering:
         self.report.seconds[name] = self.report.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def run(self) -> Report:
+        if self.request.device not in LOWERED:
+            raise ValueError(
+                f"lowering for {self.request.device} is not there yet; allowed: {', '.join(LOWERED)}; to see what the "
+                f"passes for it make of a program: opt --device {self.request.device} -p '{self.report.pipeline}'"
+            )
         check_free(self.request.out)
         self.read_checkpoints()
         with making(self.request.out) as folder:
@@ -214,7 +221,7 @@ class Lowering:
     def load_model(self) -> None:
         """Builds the speculator and fills it; the checkpoints' own memory is let go."""
         request = self.request
-        target = self.spec.build(self.checkpoint.config, request.max_seq_len, DTYPE)
+        target = self.spec.build(self.checkpoint.config, request.max_seq_len, self.dtype)
         self.limits = Limits(
             request.max_seq_len,
             min(target.max_call_rows, DEFAULT_PREFILL) if request.max_prefill is None else request.max_prefill,
@@ -225,12 +232,12 @@ class Lowering:
         positions = getattr(self.checkpoint.config, "max_positions", None)
         if positions is not None and request.max_seq_len > positions:
             raise ValueError(f"--max-seq-len is {request.max_seq_len}; the target was made for {positions} positions")
-        self.speculator = Eagle3Speculator(target, Eagle3Head(self.draft.config, request.max_seq_len, DTYPE))
+        self.speculator = Eagle3Speculator(target, Eagle3Head(self.draft.config, request.max_seq_len, self.dtype))
         estimate(self.speculator, self.recipe, self.progress)
         with self.stage("weights"):
             offset = getattr(self.checkpoint.config, "norm_offset", 0.0)
-            placed = materialize(target, "target.", self.checkpoint.tensors, self.recipe, DTYPE, offset)
-            placed += materialize(self.speculator.draft, "draft.", self.draft.tensors, self.recipe, DTYPE)
+            placed = materialize(target, "target.", self.checkpoint.tensors, self.recipe, self.dtype, offset)
+            placed += materialize(self.speculator.draft, "draft.", self.draft.tensors, self.recipe, self.dtype)
             self.speculator.draft.d2t.copy_(self.draft.d2t)
             self.checkpoint = replace(self.checkpoint, tensors={})
             self.draft = replace(self.draft, tensors={})
@@ -325,7 +332,7 @@ class Lowering:
 
     def trace(self, methods: Iterable[str]) -> Program:
         """The traced methods. The model itself is let go: its weights then belong to them alone."""
-        program = Program({}, constant_methods(self.limits, self.checkpoint, self.draft))
+        program = Program({}, constant_methods(self.limits, self.checkpoint, self.draft), self.request.device)
         for method in methods:
             with self.stage(f"trace {method}"):
                 program.methods |= trace_methods(self.speculator, self.limits, [method])

@@ -112,7 +112,8 @@ def test_pipelines_name_passes_that_there_are():
     for device in FINISH:
         passes = pipeline_for(device, None)
         assert parse_pipeline(pipeline_text(passes)) == passes
-        assert pipeline_text(passes) == f"{OPTIMISE[device]},{FINISH[device]}"
+        own, needed = (split_specs(table[device]) for table in (OPTIMISE, FINISH))
+        assert list(map(str, passes)) == [*own, *(spec for spec in needed if spec not in own)]
 
 
 def test_what_a_device_needs_is_added_where_facts_allow():
@@ -125,13 +126,24 @@ def test_what_a_device_needs_is_added_where_facts_allow():
     assert sorted(given.split(",")[:-1]) == ["masked_sdpa", "midm_sdpa{max_m=4}", "panel_linear", "share_buffers"]
 
 
+def test_what_cuda_needs_is_added_as_well():
+    assert pipeline_text(pipeline_for("cuda", "")) == FINISH["cuda"]
+    asked = "outline_blocks{unrolled=true},int4_smallm"
+    given = pipeline_text(pipeline_for("cuda", "int4_smallm,splitk_sdpa"))
+    assert given == "int4_smallm,splitk_sdpa,fragment_linear,share_buffers,outline_blocks{overhead=320}"
+    with pytest.raises(PassError, match="int4_smallm requires no_blocks, which outline_blocks.* breaks"):
+        pipeline_for("cuda", asked)
+    with pytest.raises(PassError, match="int4_smallm requires unpacked_weights, which fragment_linear breaks"):
+        pipeline_for("cuda", "fragment_linear,int4_smallm")
+
+
 def test_a_pipeline_that_cannot_be_ordered_names_its_passes():
     with pytest.raises(PassError, match=r"midm_sdpa requires visible_masks, which masked_sdpa breaks"):
         pipeline_for("cpu", "masked_sdpa,midm_sdpa")
 
 
 def test_an_unknown_device_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown device 'tpu'; allowed: cpu"):
+    with pytest.raises(ValueError, match=r"unknown device 'tpu'; allowed: cpu, cuda"):
         pipeline_for("tpu", None)
 
 

@@ -15,7 +15,7 @@ def deep_program(n_layers: int):
     """``target_verify`` of a tiny Gemma 3 with ``n_layers`` layers, in int4."""
     import torch
 
-    from eyas.lowering.lower import DTYPE, open_draft
+    from eyas.lowering.lower import DTYPES, open_draft
     from eyas.lowering.trace import Limits, trace_methods
     from eyas.models.eagle3 import Eagle3Head
     from eyas.models.recipe import load_recipe, materialize
@@ -28,7 +28,7 @@ def deep_program(n_layers: int):
     sliding, full = config.layers[0], config.layers[2]
     layers = tuple(full if i % GLOBAL_EVERY == GLOBAL_EVERY - 1 else sliding for i in range(n_layers))
     config = replace(config, layers=layers)
-    target = build(config, 64, DTYPE)
+    target = build(config, 64, DTYPES["cpu"])
     checkpoint = Checkpoint(
         config,
         random_tensors(build(config, 1, torch.float32), 0),
@@ -39,9 +39,9 @@ def deep_program(n_layers: int):
     )
     draft = open_draft("untrained", checkpoint)
     recipe = load_recipe("int4")
-    materialize(target, "target.", checkpoint.tensors, recipe, DTYPE, config.norm_offset)
-    speculator = Eagle3Speculator(target, Eagle3Head(draft.config, 64, DTYPE))
-    materialize(speculator.draft, "draft.", draft.tensors, recipe, DTYPE)
+    materialize(target, "target.", checkpoint.tensors, recipe, DTYPES["cpu"], config.norm_offset)
+    speculator = Eagle3Speculator(target, Eagle3Head(draft.config, 64, DTYPES["cpu"]))
+    materialize(speculator.draft, "draft.", draft.tensors, recipe, DTYPES["cpu"])
     return Program(trace_methods(speculator, Limits(64, 8), ["target_verify"]))
 
 

@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
 def add_target_options(p: argparse.ArgumentParser) -> None:
     """The options of tracing a target."""
     g = p.add_argument_group("tracing a target")
+    g.add_argument("--device", default="cpu", help="cpu (default), or cuda: in bfloat16, as the passes for it expect")
     g.add_argument("--checkpoint", type=Path, help="a .gguf file or a Hugging Face folder, instead of the target's own")
     g.add_argument("--draft", default="auto", help="folder of an EAGLE-3 head, 'untrained', or 'auto' (default)")
     g.add_argument("--quant", default="int8", help="int8 (default), int4, none, or a recipe file")
@@ -85,7 +86,7 @@ def load(args: argparse.Namespace, progress: ConsoleProgress):
     request = Request(
         target=target, out=Path(), draft=args.draft, checkpoint=args.checkpoint, quant=args.quant,
         max_seq_len=args.max_seq_len, max_prefill=args.max_prefill, max_chain=args.max_chain,
-        chain=min(4, args.max_chain),
+        chain=min(4, args.max_chain), device=args.device,
     )  # fmt: skip
     return trace_target(request, (method,) if method else None, progress)
 
