@@ -74,8 +74,13 @@ WORK: dict[object, Callable[[Sizes, Node], int]] = {
     own.int4_anym: linear, own.panel_linear: linear, own.panel_int8_linear: linear, own.panel_int4_linear: linear,
     aten.matmul: matmul, aten.mm: matmul, aten.bmm: matmul,
     aten.scaled_dot_product_attention: attention, own.masked_sdpa: attention, own.sdpa_midm: attention,
+    # by name: those of Triton need not be registered
+    "eyas.fragment_int4_linear": linear, "eyas.fragment_int4_matmul": linear, "eyas.fragment_int8_linear": linear,
+    "eyas.fragment_int8_matmul": linear, "eyas.splitk_sdpa": attention,
 }  # fmt: skip
-LOOKUPS = {aten.embedding: 0, own.int8_embedding: 1, aten.index: 0, aten.index_select: 0}
+LOOKUPS = {
+    aten.embedding: 0, own.int8_embedding: 1, aten.index: 0, aten.index_select: 0, "eyas.fragment_int8_embedding": 1,
+}  # fmt: skip
 WRITES = {aten.index_copy_: 3, aten.index_copy: 3, aten.index_put_: 2, aten.index_put: 2}
 FREE = (aten._assert_tensor_metadata,)
 
@@ -90,18 +95,18 @@ def cost_of(node: Node, sizes: Sizes) -> Cost:
         return Cost(1, 2 * sizes.nbytes(given(node, WRITES[packet]).meta["val"]))
     if viewed(node) is not None:
         return Cost(1)
+    lookup, rule = (table.get(packet, table.get(str(packet))) for table in (LOOKUPS, WORK))
     read = 0
     for source in node.all_input_nodes:
         nbytes = sizes.nbytes(source.meta.get("val"))
-        if packet in LOOKUPS and given(node, LOOKUPS[packet]) is source:
+        if lookup is not None and given(node, lookup) is source:
             nbytes = min(nbytes, made)
-        elif WORK.get(packet) is attention and source in (given(node, 1), given(node, 2)):
+        elif rule is attention and source in (given(node, 1), given(node, 2)):
             keys = sizes.shape(source)[-2]
             nbytes = nbytes * min(keys, sizes.live) // keys
         read += nbytes
     elements = made // max(1, node.meta["val"].dtype.itemsize) if isinstance(node.meta.get("val"), Tensor) else 0
-    work = WORK[packet](sizes, node) if packet in WORK else elements
-    return Cost(1, read + made, work)
+    return Cost(1, read + made, elements if rule is None else rule(sizes, node))
 
 
 def nodes_of(graph: Graph) -> Iterator[Node]:

@@ -55,6 +55,24 @@ def test_attention_counts_the_live_keys(passes, operator):
     assert found["aten.index_copy_.default"].moved == 2 * 4 * 3 * 16
 
 
+def test_operators_of_triton_kernels_count_as_those_that_they_replace():
+    """A table of 64 rows of 64 bytes, of which a lookup reads its rows; attention in bfloat16 over 10 live keys."""
+
+    def forward(module, ids, q, pos):
+        x = torch.ops.eyas.int8_embedding(ids, module.w, module.scales, torch.bfloat16)
+        return torch.ops.eyas.int8_linear(x, module.w, module.scales), attend(module, q, pos)
+
+    ids, q, pos = torch.zeros(1, ROWS, dtype=torch.int64), randn(1, 4, ROWS, 64).bfloat16(), torch.arange(ROWS)
+    tensors = {"w": torch.ones(64, 64, dtype=torch.int8), "scales": torch.ones(64)}
+    cache = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+    found = cost(forward, ids, q, pos, passes="fragment_linear,splitk_sdpa", cache=cache, **tensors)
+    one = found["eyas.splitk_sdpa.default"]
+    assert one == Cost(1, 2 * (2 * 4 * 3 * 64) + 2 * 10 * 64 + 8 * 3, 4 * (4 * 3 * 64) * 10)
+    product = found["eyas.fragment_int8_linear.default"]
+    assert product == Cost(1, 64 * 64 + 4 * 64 + 2 * (3 * 64 + 3 * 64), 2 * 3 * 64 * 64)
+    assert found["eyas.fragment_int8_embedding.default"].moved == 2 * (2 * 3 * 64) + 4 * 64 + 8 * 3
+
+
 def test_the_bound_is_the_slower_of_memory_and_arithmetic():
     assert Cost(1, 100, 10).seconds(bandwidth=10, peak=10) == 10 and Cost(1, 10, 100).seconds(10, 10) == 10
 

@@ -138,11 +138,13 @@ def fresh(name: str, form: type) -> Program:
 
 
 CANDIDATES = {
+    "fragment_linear": (eyas.int8_linear.default, eyas.int4_linear.default),
     "int4_smallm": (eyas.int4_linear.default,),
     "masked_sdpa": (aten.scaled_dot_product_attention.default,),
     "midm_sdpa": (aten.scaled_dot_product_attention.default,),
     "panel_linear": STOCK_PRODUCTS,
     "split_copy_to_slice": SPLITS,
+    "splitk_sdpa": (aten.scaled_dot_product_attention.default,),
 }  # operators that a pass rewrites or gives a reason for
 
 

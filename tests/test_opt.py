@@ -13,6 +13,7 @@ from ir import ROWS, Function, check, export, randn
 from test_numerics import Plant
 
 from eyas.lowering.lower import Request, trace_target
+from eyas.lowering.pipelines import pipeline_for
 from eyas.passes import registry
 from eyas.passes.pipeline import run_pipeline
 from eyas.passes.printer import print_program
@@ -107,6 +108,26 @@ def test_all_methods_of_a_target(capsys):
         CHECK: {{^}}buffers
         """,
     )
+
+
+def test_a_target_for_cuda_in_the_text_of_its_pipeline(capsys, tmp_path):
+    """Traced in bfloat16; and another process can read the file that holds operators of Triton kernels."""
+    method = [*TARGET, "--device", "cuda"]
+    passes = ",".join(str(one) for one in pipeline_for("cuda", None) if one.name != "outline_blocks")
+    assert main([*method, "-p", passes]) == 0
+    text = capsys.readouterr().out
+    check(
+        text,
+        r"""
+        CHECK: {{^}}method target_verify where s0 in [1, 8]
+        CHECK: bf16[1,s0,48] = eyas.fragment_int8_embedding.default
+        CHECK: bf16[s0,64] = eyas.fragment_int8_linear.default
+        CHECK: {{^}}buffers
+        """,
+    )
+    assert main([*method, "-p", passes, "-o", str(tmp_path / "target_verify.pt2")]) == 0
+    command = [sys.executable, "-m", "eyas.tools.opt", str(tmp_path / "target_verify.pt2"), "-p", "share_buffers"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == text
 
 
 class Quiet:

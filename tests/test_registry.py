@@ -133,6 +133,8 @@ def test_what_cuda_needs_is_added_as_well():
     assert given == "int4_smallm,splitk_sdpa,fragment_linear,share_buffers,outline_blocks{overhead=320}"
     with pytest.raises(PassError, match=r"int4_smallm requires no_blocks, which outline_blocks.* breaks"):
         pipeline_for("cuda", asked)
+    with pytest.raises(PassError, match="splitk_sdpa requires visible_masks, which masked_sdpa breaks"):
+        pipeline_for("cuda", "masked_sdpa,splitk_sdpa")
     with pytest.raises(PassError, match="int4_smallm requires unpacked_weights, which fragment_linear breaks"):
         pipeline_for("cuda", "fragment_linear,int4_smallm")
 

@@ -334,6 +334,14 @@ OTHER_MASKS = {
         ring_mask(held=lambda pos: (pos[-1] - (pos[-1] - torch.arange(48)) % 48)[:RING]),
         "its mask depends on %slice_1 = aten.slice.Tensor in a way that is not understood",
     ),
+    "an empty window": (
+        ring_mask(near=lambda held, pos: held > pos),
+        f"its mask shows keys where {NEAR.replace('+ 11', '- 1')} and {OLD} and {NOT_LATER}, {WANTED}",
+    ),
+    "some ages": (
+        lambda pos: ring_mask()(pos) & ((pos[-1] - torch.arange(RING)) % RING <= 7),
+        f"its mask shows keys where {NEAR} and {OLD} and - age + 7 >= 0 and {NOT_LATER}, {WANTED}",
+    ),
     "a soft mask": (
         lambda pos: torch.where(ring_mask()(pos), 0.0, -30.0).bfloat16(),
         "its mask depends on %where = aten.where.Scalar in a way that is not understood",
@@ -480,6 +488,23 @@ def narrow(inputs):
 
 def narrow_caches():
     return {name: values[..., :48] for name, values in caches(RING).items()}
+
+
+def test_a_query_of_another_type_than_its_cache_is_refused():
+    program = program_with(layer())
+    node = node_of(program, "aten.scaled_dot_product_attention.default")
+    node.args[0].meta["val"] = node.args[0].meta["val"].double()
+    (refusal,) = SplitkSdpa().run(program).refusals
+    assert refusal.reason == "the query is torch.float64, its caches are not"
+
+
+def test_a_query_whose_vectors_are_not_dense_is_refused():
+    def forward(module, q, k, v, pos):
+        return layer()(module, q.mT, k, v, pos)
+
+    q, k, v, pos = make(ROWS)
+    inputs = (q.mT.contiguous(), k, v, pos)
+    refuses(program_with(forward, inputs=inputs), "the query's vectors or the positions are not dense")
 
 
 def test_rows_without_a_limit_are_refused():

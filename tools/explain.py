@@ -19,7 +19,7 @@ TEMPLATE = "explain.html.j2"
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="explain.py", description=__doc__.splitlines()[0])
     p.add_argument("source", help="a .pt2 file, TARGET for all methods of a target, or TARGET:METHOD")
-    p.add_argument("-p", "--passes", help="passes in order (default: those of lower.py for cpu)")
+    p.add_argument("-p", "--passes", help="passes in order (default: those of lower.py for the device)")
     p.add_argument("-o", "--out", type=Path, required=True, help="the .html file to write")
     p.add_argument("--rows", type=int, default=5, help="rows of a call that costs are counted for (default 5)")
     p.add_argument("--live", type=int, default=512, help="cache rows in use that costs are counted for (default 512)")
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("rows", "live", "bandwidth", "peak"):
         if getattr(args, option) <= 0:
             raise ValueError(f"--{option} must be positive, got {getattr(args, option)}")
-    passes = pipeline_for("cpu", None) if args.passes is None else parse_pipeline(args.passes)
+    passes = pipeline_for(args.device, None) if args.passes is None else parse_pipeline(args.passes)
     progress = ConsoleProgress()
     program = opt.load(args, progress)
     record = Recording(args.rows, args.live)

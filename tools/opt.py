@@ -96,12 +96,13 @@ def load_file(path: Path):
 
     import torch
 
-    import eyas.kernels  # noqa: F401  the file may hold its operators
+    from eyas.kernels import register_triton_operators
 
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a .pt2 file that torch.export.save wrote")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no .pt2 file, or a truncated one; write it with torch.export.save")
+    register_triton_operators()  # the file may hold our operators, these among them
     try:
         return torch.export.load(path)
     except (RuntimeError, ValueError, LookupError, AssertionError, EOFError, zipfile.BadZipFile) as error:
