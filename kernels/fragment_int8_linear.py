@@ -1,5 +1,5 @@
 """Linear layers on CUDA over 8-bit weights with one scale a row, stored as the tensor core's own fragments: heads and
-embeddings. What ``fragment_linear`` is for 4 bits; its words, tiles, lanes and splits are those of that file.
+embeddings. What ``fragment_linear`` is for 4 bits; its words, tiles and splits are those of that file.
 
 A 32-bit word holds four of the weights that a thread of ``mma.m16n8k16`` needs of a 16x16 tile. Of a byte, the lower
 seven bits and the sign make the bfloat16 numbers ``128 + low`` and ``128`` or ``256``; their difference is the weight,
@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eyas.kernels.fragment_linear import ASM, MAX_ROWS, TILE, Plan, add_splits_kernel, ordered_rows, wrap
+from eyas.kernels.fragment_linear import (
+    ASM,
+    MAX_ROWS,
+    TILE,
+    Plan,
+    add_splits,
+    choose_splits,
+    ordered_rows,
+    wrap,
+)
 from eyas.kernels.int8_linear import dequantize
 
 COLUMNS = 32  # of a unit
@@ -92,65 +101,59 @@ def _unpack(words, ASM: tl.constexpr):
 
 
 @triton.jit
-def _fragments(words, WARPS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr):
-    """Words of a unit a warp, int32 ``[W, R, 128]`` -> its weights ``[W, TILE, 32]``, columns in the order of
-    ``ordered_rows``.
+def _fragments(words, W: tl.constexpr, UNITS: tl.constexpr, TILE: tl.constexpr, ASM: tl.constexpr):
+    """Words of some units a warp, int32 ``[W, UNITS * R, 128]`` -> their weights ``[W, TILE, UNITS * 32]``, columns in
+    the order of ``ordered_rows``.
     """
-    a = tl.reshape(_unpack(words, ASM), [WARPS, TILE // 16, 8, 4, 2, 2, 2, 2])  # W R g q s e kh rh
-    return tl.reshape(tl.permute(a, [0, 1, 7, 2, 6, 3, 4, 5]), [WARPS, TILE, 32])  # W R rh g | kh q s e
+    a = tl.reshape(_unpack(words, ASM), [W, UNITS, TILE // 16, 8, 4, 2, 2, 2, 2])  # W U R g q s e kh rh
+    return tl.reshape(tl.permute(a, [0, 2, 8, 3, 1, 7, 4, 5, 6]), [W, TILE, UNITS * 32])  # W R rh g | U kh q s e
 
 
 @triton.jit(do_not_specialize=["M"])
 def fragment_int8_kernel(
     x_ptr, words_ptr, scales_ptr, out_ptr, M,
-    N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """``TILES`` tiles of outputs, of one split of the input width; a warp a tile and lane of units.
+    """One split of the input width for ``TILES`` tiles of outputs, a warp each: ``out`` of ``[S, M, N]``.
 
-    ``ROWS``: M rounded up to 8 or 16. Units go round over the ``LANES``.
+    ``ROWS``: M rounded up to 8 or 16. ``UNITS`` of a step.
     """
-    COLUMNS: tl.constexpr = 32
-    UNITS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    PER_SPLIT: tl.constexpr = (UNITS + SPLITS - 1) // SPLITS
-    STEPS: tl.constexpr = (PER_SPLIT + LANES - 1) // LANES
-    EVEN: tl.constexpr = PER_SPLIT % LANES == 0 and UNITS % SPLITS == 0
+    ALL_UNITS: tl.constexpr = (K + 31) // 32
+    COLUMNS: tl.constexpr = 32 * UNITS  # of a step
+    ALL_STEPS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    STEPS: tl.constexpr = (ALL_STEPS + SPLITS - 1) // SPLITS
+    EVEN: tl.constexpr = ALL_STEPS % SPLITS == 0
     N_TILES: tl.constexpr = (N + TILE - 1) // TILE
-    WARPS: tl.constexpr = TILES * LANES
     R: tl.constexpr = TILE // 16
-    first = tl.program_id(1) * PER_SPLIT
-    end = tl.minimum(first + PER_SPLIT, UNITS)
-    lane = first + tl.arange(0, LANES)
-    warp = first + tl.arange(0, WARPS) % LANES
-    tile = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, WARPS) // LANES, N_TILES - 1)
+    split = tl.program_id(1)
+    tile = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), N_TILES - 1)
     # The last dimension of a load goes over the threads of a warp, the first one over the warps.
-    word = tl.arange(0, R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
-    words_ptr += tile.to(tl.int64)[:, None, None] * (UNITS * R * 128) + word
-    entry = tl.arange(0, 256)[None, None, None, :]
-    row = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + entry // 32
-    column = tl.arange(0, 1)[None, :, None, None] * 32 + entry % 32
-    acc = tl.zeros([WARPS, TILE, ROWS], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        unit = warp + step * LANES
-        at = (lane + step * LANES)[:, None, None, None] * COLUMNS + column
-        known = row < M
-        if EVEN:
-            words = tl.load(words_ptr + unit[:, None, None] * (R * 128))
+    word = tl.arange(0, UNITS * R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    words_ptr += tile.to(tl.int64)[:, None, None] * (ALL_UNITS * R * 128) + word
+    entry = tl.arange(0, 256)[None, None, :]
+    row = tl.arange(0, ROWS // 8)[None, :, None] * 8 + entry // 32
+    column = tl.arange(0, UNITS)[:, None, None] * 32 + entry % 32
+    acc = tl.zeros([TILES, TILE, ROWS], tl.float32)
+    for i in tl.range(0, STEPS, num_stages=STAGES):
+        step = split * STEPS + i
+        at = step * COLUMNS + column
+        known = (row < M) & (at < K) if K % COLUMNS != 0 or not EVEN else row < M
+        if ALL_UNITS % UNITS == 0 and EVEN:
+            words = tl.load(words_ptr + step * (UNITS * R * 128))
         else:
-            words = tl.load(words_ptr + unit[:, None, None] * (R * 128), mask=(unit < end)[:, None, None], other=0)
-            known &= at < end * COLUMNS
-        if K % COLUMNS != 0:
-            known &= at < K
+            inside = step * (UNITS * R * 128) + word < ALL_UNITS * R * 128
+            words = tl.load(words_ptr + step * (UNITS * R * 128), mask=inside, other=0)
         x = tl.load(x_ptr + row * K + at, mask=known, other=0.0)
         if not ASM:
             x = x.to(tl.float32)
-        ordered, _ = ordered_rows(x, TILES, LANES, COLUMNS, ROWS)
-        acc = tl.dot(_fragments(words, WARPS, TILE, ASM), ordered, acc=acc)
-    out = tl.reshape(tl.sum(tl.reshape(acc, [TILES, LANES, TILE, ROWS]), 1), [TILES * TILE, ROWS])
+        ordered, _ = ordered_rows(x, TILES, COLUMNS, ROWS)
+        acc = tl.dot(_fragments(words, TILES, UNITS, TILE, ASM), ordered, acc=acc)
+    out = tl.reshape(acc, [TILES * TILE, ROWS])
     n = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)[:, None]
     m = tl.arange(0, ROWS)[None, :]
     out *= tl.load(scales_ptr + n, mask=n < N, other=0.0)
-    out_ptr += tl.program_id(1) * (M * N)
+    out_ptr += split * (M * N)
     tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
 
 
@@ -194,12 +197,9 @@ def gather_kernel(
 
 
 def plan(out_features: int, in_features: int) -> Plan:
-    """The layout for a weight, a function of its shape alone, so that every number of rows has the same bits: at least
-    10 warps for each of 132 multiprocessors, each with at least two units.
-    """
-    n_tiles, units = -(-out_features // TILE), -(-in_features // COLUMNS)
-    tiles, lanes = (4, 1) if n_tiles >= 512 else (2, 2)
-    return Plan(tiles, lanes, splits=max(1, min(-(-1320 // (n_tiles * lanes)), units // (2 * lanes))))
+    """The layout for a weight, a function of its shape alone, so that every number of rows has the same bits."""
+    programs, units = -(-out_features // (2 * TILE)), -(-in_features // COLUMNS)
+    return Plan(2, choose_splits(programs, units, 8, least=2), units=1, stages=4)
 
 
 def _checked(x: Tensor, words: Tensor) -> int:
@@ -210,6 +210,20 @@ def _checked(x: Tensor, words: Tensor) -> int:
     return k
 
 
+def launch_int8_splits(x: Tensor, words: Tensor, scales: Tensor, out_features: int, max_rows: int = MAX_ROWS) -> Tensor:
+    """The products of ``launch_int8_linear`` before the splits are added: float32 ``[S, M, out_features]``."""
+    k = _checked(x, words)
+    x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k)
+    parts = x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
+    wrap(fragment_int8_kernel)[(-(-words.shape[0] // layout.tiles), layout.splits)](
+        x, words, scales, parts, rows,
+        N=out_features, K=k, TILE=TILE, ROWS=8 if max_rows <= 8 else 16,
+        TILES=layout.tiles, SPLITS=layout.splits, UNITS=layout.units, STAGES=layout.stages, ASM=ASM,
+        num_warps=layout.tiles,
+    )  # fmt: skip
+    return parts
+
+
 def launch_int8_linear(x: Tensor, words: Tensor, scales: Tensor, out_features: int, max_rows: int = MAX_ROWS) -> Tensor:
     """``x @ w.T`` for int8 ``w`` and 1 to ``max_rows`` rows, each with the bits that it has alone.
 
@@ -218,20 +232,7 @@ def launch_int8_linear(x: Tensor, words: Tensor, scales: Tensor, out_features: i
     ``max_rows`` of at most 8 the tensor core has half of the work; it does not change a bit. Raises ``ValueError`` for
     operands that do not belong together.
     """
-    k = _checked(x, words)
-    x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k)
-    out = x.new_empty((rows, out_features))
-    parts = out if layout.splits == 1 else x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
-    wrap(fragment_int8_kernel)[(-(-words.shape[0] // layout.tiles), layout.splits)](
-        x, words, scales, parts, rows,
-        N=out_features, K=k, TILE=TILE, ROWS=8 if max_rows <= 8 else 16,
-        TILES=layout.tiles, LANES=layout.lanes, SPLITS=layout.splits, STAGES=layout.stages, ASM=ASM,
-        num_warps=layout.tiles * layout.lanes,
-    )  # fmt: skip
-    if layout.splits > 1:
-        size = rows * out_features
-        wrap(add_splits_kernel)[(triton.cdiv(size, 1024),)](parts, out, size, SPLITS=layout.splits, BLOCK=1024)
-    return out
+    return add_splits(launch_int8_splits(x, words, scales, out_features, max_rows), x.dtype)
 
 
 def launch_int8_matmul(x: Tensor, words: Tensor, scales: Tensor, out_features: int) -> Tensor:

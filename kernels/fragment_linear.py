@@ -8,10 +8,12 @@ float32 sums:
 
     sum_k (q * scale + offset) * x  =  scale * (sum_k (16 + q) * x - 16 * sum_k x)  +  offset * sum_k x
 
-so no weight is ever rounded. Units of the input width go round over a tile's warps, whose sums are added in their
-order, and those of the splits in theirs: one order for every number of rows.
+so no weight is ever rounded. A warp has a tile of outputs and a split of the input width; the sums of the splits are
+added in their order, which is one for every number of rows, by elementwise additions that a compiler puts into the
+kernel of whatever reads the result.
 
-Dimensions: T tiles of outputs, U units of columns, R fragments of a tile, W warps, M rows of x, N outputs, K inputs.
+Dimensions: T tiles of outputs, U units of columns, R fragments of a unit, W warps, S splits, M rows of x, N outputs,
+K inputs.
 Weights of a fragment: ``q`` thread of a quad, ``g`` quad of a warp, ``rh`` and ``kh`` half of the rows and columns,
 ``s`` step of 16 columns, ``e`` column of a pair, ``t`` the rest of a unit.
 """
@@ -29,6 +31,7 @@ GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 16  # rows of x: what two fragments of the tensor core take
 UNIT_WEIGHTS = 1024  # weights of a unit: 32 threads x 4 words x 8
 TILE = 64  # outputs of a tile: what a warp has registers for
+MULTIPROCESSORS = 132  # of the card that layouts were chosen for; the bits depend on it
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ASM = not triton.knobs.runtime.interpret  # the interpreter knows no assembly, and has no bfloat16 products
 wrap = torch.library.wrap_triton if ASM else lambda kernel: kernel
@@ -158,25 +161,26 @@ def _unpack(words, ASM: tl.constexpr):
 
 
 @triton.jit
-def _fragments(words, WARPS: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr, ASM: tl.constexpr):
-    """Words of a unit a warp, int32 ``[W, R, 128]`` -> its numbers 16 + q, bfloat16 ``[W, TILE, COLUMNS]``."""
-    a = tl.reshape(_unpack(words, ASM), [WARPS, R, 8, 4, 2, 2, 2, 2, 2])  # W R g q t e s kh rh
+def _fragments(words, W: tl.constexpr, UNITS: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr, ASM: tl.constexpr):
+    """Words of some units a warp, int32 ``[W, UNITS * R, 128]`` -> their numbers 16 + q, bfloat16 ``[W, TILE, UNITS *
+    COLUMNS]``."""
+    a = tl.reshape(_unpack(words, ASM), [W, UNITS, R, 8, 4, 2, 2, 2, 2, 2])  # W U R g q t e s kh rh
     if COLUMNS == 64:
-        a = tl.permute(a, [0, 1, 8, 2, 4, 7, 3, 6, 5])  # W R rh g | t kh q s e
+        a = tl.permute(a, [0, 2, 9, 3, 1, 5, 8, 4, 7, 6])  # W R rh g | U t kh q s e
     else:
-        a = tl.permute(a, [0, 1, 4, 8, 2, 7, 3, 6, 5])  # W R t rh g | kh q s e
-    return tl.reshape(a, [WARPS, R * 1024 // COLUMNS, COLUMNS])
+        a = tl.permute(a, [0, 2, 5, 9, 3, 1, 8, 4, 7, 6])  # W R t rh g | U kh q s e
+    return tl.reshape(a, [W, R * 1024 // COLUMNS, UNITS * COLUMNS])
 
 
 @triton.jit
-def ordered_rows(x, TILES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """x of a unit a lane, ``[L, C, ROWS / 8, 256]`` -> twice ``[W, COLUMNS, ROWS]``: columns in the order of
+def ordered_rows(x, TILES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """x of some columns, ``[COLUMNS / 32, ROWS / 8, 256]`` -> twice ``[TILES, COLUMNS, ROWS]``: columns in the order of
     ``_fragments``, and in that of a product with something of 16 bits."""
-    x = tl.reshape(x, [1, LANES, COLUMNS // 32, ROWS // 8, 8, 4, 2, 2, 2])  # . L c mh ml q s kh e
-    x = tl.broadcast_to(x, [TILES, LANES, COLUMNS // 32, ROWS // 8, 8, 4, 2, 2, 2])
-    b = tl.permute(x, [0, 1, 2, 7, 5, 6, 8, 3, 4])
-    any_order = tl.permute(x, [0, 1, 2, 6, 7, 5, 8, 3, 4])
-    shape: tl.constexpr = [TILES * LANES, COLUMNS, ROWS]
+    x = tl.reshape(x, [1, COLUMNS // 32, ROWS // 8, 8, 4, 2, 2, 2])  # . c mh ml q s kh e
+    x = tl.broadcast_to(x, [TILES, COLUMNS // 32, ROWS // 8, 8, 4, 2, 2, 2])
+    b = tl.permute(x, [0, 1, 6, 4, 5, 7, 2, 3])
+    any_order = tl.permute(x, [0, 1, 5, 6, 4, 7, 2, 3])
+    shape: tl.constexpr = [TILES, COLUMNS, ROWS]
     return tl.reshape(b, shape), tl.reshape(any_order, shape)
 
 
@@ -184,86 +188,66 @@ def ordered_rows(x, TILES: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.conste
 def fragment_kernel(
     x_ptr, words_ptr, scales_ptr, offsets_ptr, out_ptr, M,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
     OFFSETS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """``TILES`` tiles of outputs, of one split of the input width; a warp a tile and lane of units.
+    """One split of the input width for ``TILES`` tiles of outputs, a warp each: ``out`` of ``[S, M, N]``.
 
-    ``ROWS``: M rounded up to 8 or 16. Units go round over the ``LANES``.
+    ``ROWS``: M rounded up to 8 or 16. ``UNITS`` of a step lie within one group.
     """
-    COLUMNS: tl.constexpr = min(64, GROUP)
-    UNITS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    PER_SPLIT: tl.constexpr = (UNITS + SPLITS - 1) // SPLITS
-    STEPS: tl.constexpr = (PER_SPLIT + LANES - 1) // LANES
-    EVEN: tl.constexpr = PER_SPLIT % LANES == 0 and UNITS % SPLITS == 0
+    UNIT_COLUMNS: tl.constexpr = min(64, GROUP)
+    ALL_UNITS: tl.constexpr = (K + UNIT_COLUMNS - 1) // UNIT_COLUMNS
+    COLUMNS: tl.constexpr = UNIT_COLUMNS * UNITS  # of a step
+    ALL_STEPS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    STEPS: tl.constexpr = (ALL_STEPS + SPLITS - 1) // SPLITS
+    EVEN: tl.constexpr = ALL_STEPS % SPLITS == 0
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     N_TILES: tl.constexpr = (N + TILE - 1) // TILE
-    WARPS: tl.constexpr = TILES * LANES
-    R: tl.constexpr = TILE * COLUMNS // 1024
-    SIZE: tl.constexpr = R * 128  # words of a unit
-    first = tl.program_id(1) * PER_SPLIT
-    end = tl.minimum(first + PER_SPLIT, UNITS)
-    lane = first + tl.arange(0, LANES)
-    warp = first + tl.arange(0, WARPS) % LANES
-    tile = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, WARPS) // LANES, N_TILES - 1)
+    R: tl.constexpr = TILE * UNIT_COLUMNS // 1024
+    split = tl.program_id(1)
+    tile = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), N_TILES - 1)
     # The last dimension of a load goes over the threads of a warp, the first one over the warps.
-    word = tl.arange(0, R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
-    words_ptr += tile.to(tl.int64)[:, None, None] * (UNITS * SIZE) + word
+    word = tl.arange(0, UNITS * R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    words_ptr += tile.to(tl.int64)[:, None, None] * (ALL_UNITS * R * 128) + word
     scale = (tile * (GROUPS * TILE))[:, None] + tl.arange(0, TILE)[None, :]
-    entry = tl.arange(0, 256)[None, None, None, :]
-    row = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + entry // 32
-    column = tl.arange(0, COLUMNS // 32)[None, :, None, None] * 32 + entry % 32
-    acc = tl.zeros([WARPS, TILE, ROWS], tl.float32)
-    bias = tl.full([WARPS, 16, COLUMNS], -16.0 if OFFSETS else -24.0, tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        unit = warp + step * LANES
-        group = tl.minimum(unit * COLUMNS // GROUP, GROUPS - 1)[:, None] * TILE
-        at = (lane + step * LANES)[:, None, None, None] * COLUMNS + column
-        known = row < M
-        if EVEN:
-            scales = tl.load(scales_ptr + scale + group)
-            if OFFSETS:
-                offsets = tl.load(offsets_ptr + scale + group)
-            words = tl.load(words_ptr + unit[:, None, None] * SIZE)
+    entry = tl.arange(0, 256)[None, None, :]
+    row = tl.arange(0, ROWS // 8)[None, :, None] * 8 + entry // 32
+    column = tl.arange(0, COLUMNS // 32)[:, None, None] * 32 + entry % 32
+    acc = tl.zeros([TILES, TILE, ROWS], tl.float32)
+    bias = tl.full([TILES, 16, COLUMNS], -16.0 if OFFSETS else -24.0, tl.float32)
+    for i in tl.range(0, STEPS, num_stages=STAGES):
+        step = split * STEPS + i
+        group = tl.minimum(step * COLUMNS // GROUP, GROUPS - 1) * TILE
+        at = step * COLUMNS + column
+        known = (row < M) & (at < K) if K % COLUMNS != 0 or not EVEN else row < M
+        scales = tl.load(scales_ptr + scale + group)
+        if OFFSETS:
+            offsets = tl.load(offsets_ptr + scale + group)
+        if ALL_UNITS % UNITS == 0 and EVEN:
+            words = tl.load(words_ptr + step * (UNITS * R * 128))
         else:
-            inside = unit < end
-            scales = tl.load(scales_ptr + scale + group, mask=inside[:, None], other=0.0)
-            if OFFSETS:
-                offsets = tl.load(offsets_ptr + scale + group, mask=inside[:, None], other=0.0)
-            words = tl.load(words_ptr + unit[:, None, None] * SIZE, mask=inside[:, None, None], other=0)
-            known &= at < end * COLUMNS
-        if K % COLUMNS != 0:
-            known &= at < K
+            inside = step * (UNITS * R * 128) + word < ALL_UNITS * R * 128
+            words = tl.load(words_ptr + step * (UNITS * R * 128), mask=inside, other=0)
         x = tl.load(x_ptr + row * K + at, mask=known, other=0.0)
         if not ASM:
             x = x.to(tl.float32)
-        ordered, any_order = ordered_rows(x, TILES, LANES, COLUMNS, ROWS)
+        ordered, any_order = ordered_rows(x, TILES, COLUMNS, ROWS)
         # [W, 16, M], equal rows: where the tensor core has its sums
         sums = tl.dot(bias.to(x.dtype), any_order)
-        sums = tl.broadcast_to(tl.reshape(sums, [WARPS, 1, 16, ROWS]), [WARPS, TILE // 16, 16, ROWS])
-        sums = tl.reshape(sums, [WARPS, TILE, ROWS])
-        products = tl.dot(_fragments(words, WARPS, R, COLUMNS, ASM), ordered, acc=sums)
-        scales = tl.permute(tl.reshape(scales.to(tl.float32), [WARPS, 8, TILE // 8]), [0, 2, 1])
-        acc += products * tl.reshape(scales, [WARPS, TILE])[:, :, None]
+        sums = tl.broadcast_to(tl.reshape(sums, [TILES, 1, 16, ROWS]), [TILES, TILE // 16, 16, ROWS])
+        sums = tl.reshape(sums, [TILES, TILE, ROWS])
+        products = tl.dot(_fragments(words, TILES, UNITS, R, UNIT_COLUMNS, ASM), ordered, acc=sums)
+        scales = tl.permute(tl.reshape(scales.to(tl.float32), [TILES, 8, TILE // 8]), [0, 2, 1])
+        acc += products * tl.reshape(scales, [TILES, TILE])[:, :, None]
         if OFFSETS:  # sums are those of x times -16
             offsets = offsets.to(tl.float32) * -0.0625
-            offsets = tl.permute(tl.reshape(offsets, [WARPS, 8, TILE // 8]), [0, 2, 1])
-            acc += sums * tl.reshape(offsets, [WARPS, TILE])[:, :, None]
-    out = tl.reshape(tl.sum(tl.reshape(acc, [TILES, LANES, TILE, ROWS]), 1), [TILES * TILE, ROWS])
+            offsets = tl.permute(tl.reshape(offsets, [TILES, 8, TILE // 8]), [0, 2, 1])
+            acc += sums * tl.reshape(offsets, [TILES, TILE])[:, :, None]
+    out = tl.reshape(acc, [TILES * TILE, ROWS])
     n = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)[:, None]
     m = tl.arange(0, ROWS)[None, :]
-    out_ptr += tl.program_id(1) * (M * N)
+    out_ptr += split * (M * N)
     tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
-
-
-@triton.jit(do_not_specialize=["size"])
-def add_splits_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums float32 ``[SPLITS, size]`` in the order of the splits."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(parts_ptr + at, mask=at < size, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(parts_ptr + split * size + at, mask=at < size, other=0.0)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -307,28 +291,37 @@ def dequantize_kernel(
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is laid over the card: ``tiles`` x ``lanes`` warps a program, ``splits`` programs a tile."""
+    """How a product is laid over the card: ``tiles`` a program, a warp each; ``splits`` of the input width; ``units``
+    of columns a step, ``stages`` of which are in flight.
+    """
 
     tiles: int
-    lanes: int
     splits: int
-    stages: int = 4
+    units: int
+    stages: int
 
 
 def plan(out_features: int, in_features: int, group_size: int) -> Plan:
     """The layout for a weight, a function of its shape alone, so that every number of rows has the same bits.
 
-    Found by trying layouts on an H200 (132 multiprocessors): 10 warps a multiprocessor, or 15 where a tile has one
-    lane, each with at least two units; tiles that are nearly enough by themselves are not split, as adding splits takes
-    longer than that gains.
+    Found by trying layouts on an H200: two units a step and four programs a multiprocessor, where groups and outputs
+    allow it, else one unit and eight programs.
     """
-    n_tiles = -(-out_features // TILE)
-    units = -(-in_features // unit_columns(group_size))
-    if 256 <= n_tiles < 512 and units >= 8:
-        return Plan(tiles=1, lanes=4, splits=1)
-    tiles, lanes, warps = (4, 1, 15 * 132) if n_tiles >= 512 else (2, 2, 10 * 132)
-    splits = max(1, min(-(-warps // (n_tiles * lanes)), units // (2 * lanes)))
-    return Plan(tiles, lanes, splits)
+    programs, units = -(-out_features // (2 * TILE)), -(-in_features // unit_columns(group_size))
+    if group_size >= 128:
+        splits = choose_splits(programs, -(-units // 2), 4)
+        if splits == -(-units // 2) or programs * splits >= 3 * MULTIPROCESSORS:
+            return Plan(2, splits, units=2, stages=3)
+    splits = choose_splits(programs, units, 8, least=2)
+    return Plan(2, splits, units=1, stages=3 if group_size >= 64 else 4)
+
+
+def choose_splits(programs: int, steps: int, resident: int, least: int = 1) -> int:
+    """Splits for ``programs`` that have ``steps`` each, of which a multiprocessor holds ``resident``: as many as leave
+    the fewest steps a split, at least ``least``. A last split with fewer steps costs every step a test.
+    """
+    most = min(resident * MULTIPROCESSORS // programs, steps // least)
+    return min(range(1, max(1, most) + 1), key=lambda n: (-(-steps // n) * (1.0 if steps % n == 0 else 1.15), n))
 
 
 def _checked(x: Tensor, words: Tensor, scales: Tensor, group_size: int) -> int:
@@ -355,6 +348,39 @@ def reference(
     return (x.float() @ w.T).to(x.dtype)
 
 
+def launch_splits(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    group_size: int,
+    out_features: int,
+    max_rows: int = MAX_ROWS,
+) -> Tensor:
+    """The products of ``launch_linear`` before the sums of the splits are added: float32 ``[S, M, out_features]``."""
+    k = _checked(x, words, scales, group_size)
+    x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k, group_size)
+    parts = x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
+    wrap(fragment_kernel)[(-(-words.shape[0] // layout.tiles), layout.splits)](
+        x, words, scales, scales if offsets is None else offsets, parts, rows,
+        N=out_features, K=k, GROUP=group_size, TILE=TILE, ROWS=8 if max_rows <= 8 else 16,
+        TILES=layout.tiles, SPLITS=layout.splits, UNITS=layout.units, STAGES=layout.stages,
+        OFFSETS=offsets is not None, ASM=ASM,
+        num_warps=layout.tiles,
+    )  # fmt: skip
+    return parts
+
+
+def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums float32 ``[S, M, N]`` in the order of the splits -> ``[M, N]``. Elementwise, so that a compiler has the next
+    operation do it.
+    """
+    total = parts[0]
+    for split in range(1, parts.shape[0]):
+        total = total + parts[split]
+    return total.to(dtype)
+
+
 def launch_linear(
     x: Tensor,
     words: Tensor,
@@ -371,22 +397,7 @@ def launch_linear(
     result ``[M, out_features]`` in ``x``'s dtype, accumulated in float32. With ``max_rows`` of at most 8 the tensor
     core has half of the work; it does not change a bit. Raises ``ValueError`` for operands that do not belong together.
     """
-    k = _checked(x, words, scales, group_size)
-    x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k, group_size)
-    out = x.new_empty((rows, out_features))
-    parts = out if layout.splits == 1 else x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
-    programs = -(-words.shape[0] // layout.tiles)
-    wrap(fragment_kernel)[(programs, layout.splits)](
-        x, words, scales, scales if offsets is None else offsets, parts, rows,
-        N=out_features, K=k, GROUP=group_size, TILE=TILE, ROWS=8 if max_rows <= 8 else 16,
-        TILES=layout.tiles, LANES=layout.lanes, SPLITS=layout.splits, STAGES=layout.stages,
-        OFFSETS=offsets is not None, ASM=ASM,
-        num_warps=layout.tiles * layout.lanes,
-    )  # fmt: skip
-    if layout.splits > 1:
-        size = rows * out_features
-        wrap(add_splits_kernel)[(triton.cdiv(size, 1024),)](parts, out, size, SPLITS=layout.splits, BLOCK=1024)
-    return out
+    return add_splits(launch_splits(x, words, scales, offsets, group_size, out_features, max_rows), x.dtype)
 
 
 def launch_matmul(

@@ -103,8 +103,11 @@ def test_supports():
 def test_every_warp_of_a_plan_has_work(n, k, group):
     layout = plan(n, k, group)
     units = -(-k // unit_columns(group))
-    assert layout.splits == 1 or layout.splits * layout.lanes * 2 <= units
-    assert layout.tiles * layout.lanes in (1, 2, 4, 8) and layout.splits >= 1
+    steps = -(-units // layout.units)
+    a_split = -(-steps // layout.splits)
+    assert (layout.splits - 1) * a_split < steps, "the last split has none"
+    assert layout.units * unit_columns(group) <= group or layout.units == 1, "a step has one scale a row"
+    assert layout.splits == 1 or a_split * layout.units >= 2
 
 
 COMPILE = """
@@ -114,15 +117,15 @@ from triton.compiler import ASTSource, compile
 from eyas.kernels.fragment_linear import fragment_kernel as kernel, plan
 def facts(n, k, group, offsets, rows):
     layout = plan(n, k, group)
-    values = dict(N=n, K=k, GROUP=group, TILE=64, ROWS=rows, TILES=layout.tiles, LANES=layout.lanes,
-                  SPLITS=layout.splits, STAGES=layout.stages, OFFSETS=offsets, ASM=True)
+    values = dict(N=n, K=k, GROUP=group, TILE=64, ROWS=rows, TILES=layout.tiles, SPLITS=layout.splits,
+                  UNITS=layout.units, STAGES=layout.stages, OFFSETS=offsets, ASM=True)
     pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*bf16", offsets_ptr="*bf16", out_ptr="*fp32")
     names = kernel.arg_names
     done = compile(
         ASTSource(kernel, {**pointers, "M": "i32", **dict.fromkeys(values, "constexpr")},
                   {(names.index(name),): value for name, value in values.items()},
                   {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}),
-        target=GPUTarget("cuda", 90, 32), options={"num_warps": layout.tiles * layout.lanes})
+        target=GPUTarget("cuda", 90, 32), options={"num_warps": layout.tiles})
     return {"ttgir": done.asm["ttgir"], "ptx": done.asm["ptx"], "cubin": done.asm["cubin"].hex()}
 print(json.dumps(facts(*json.loads(sys.argv[1]))))
 """

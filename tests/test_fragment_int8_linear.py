@@ -77,8 +77,10 @@ def test_supports():
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (1, 32), (640, 1024), (5376, 21504), (262144, 640)], ids=str)
 def test_every_warp_of_a_plan_has_work(n, k):
     layout = plan(n, k)
-    assert layout.splits == 1 or layout.splits * layout.lanes * 2 <= -(-k // 32)
-    assert layout.tiles * layout.lanes in (1, 2, 4, 8) and layout.splits >= 1
+    units = -(-k // 32)
+    a_split = -(-units // layout.splits)
+    assert (layout.splits - 1) * a_split < units, "the last split has none"
+    assert layout.splits == 1 or a_split >= 2
 
 
 COMPILE = """
@@ -88,7 +90,7 @@ from triton.compiler import ASTSource, compile
 from eyas.kernels.fragment_int8_linear import fragment_int8_kernel as kernel, plan
 n, k, rows = json.loads(sys.argv[1])
 layout = plan(n, k)
-values = dict(N=n, K=k, TILE=64, ROWS=rows, TILES=layout.tiles, LANES=layout.lanes, SPLITS=layout.splits,
+values = dict(N=n, K=k, TILE=64, ROWS=rows, TILES=layout.tiles, SPLITS=layout.splits, UNITS=layout.units,
               STAGES=layout.stages, ASM=True)
 pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*fp32", out_ptr="*fp32")
 names = kernel.arg_names
@@ -96,7 +98,7 @@ done = compile(
     ASTSource(kernel, {**pointers, "M": "i32", **dict.fromkeys(values, "constexpr")},
               {(names.index(name),): value for name, value in values.items()},
               {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}),
-    target=GPUTarget("cuda", 90, 32), options={"num_warps": layout.tiles * layout.lanes})
+    target=GPUTarget("cuda", 90, 32), options={"num_warps": layout.tiles})
 print(json.dumps({"ttgir": done.asm["ttgir"], "ptx": done.asm["ptx"], "cubin": done.asm["cubin"].hex()}))
 """
 

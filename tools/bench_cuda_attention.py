@@ -96,10 +96,10 @@ def bench_attention(rows: list[int], rate: float, console: Console, others: bool
         caches = case.caches()
         for m in (m for m in rows if m <= 16):
             q = torch.randn(1, m, case.heads, case.width, device="cuda").bfloat16().transpose(1, 2)
-            positions = torch.arange(case.live - m, case.live, device="cuda")
+            positions, most = torch.arange(case.live - m, case.live, device="cuda"), 8 if m <= 8 else 16
 
-            def call(i: int, case=case, q=q, positions=positions, caches=caches) -> Tensor:
-                return launch(q, *caches[i % len(caches)], positions, 0.05, case.window, 8 if max(rows) <= 8 else 16)
+            def call(i: int, case=case, q=q, positions=positions, caches=caches, most=most) -> Tensor:
+                return launch(q, *caches[i % len(caches)], positions, 0.05, case.window, most)
 
             own, floor = graph_us(call, max(8, len(caches))), 1e6 * case.nbytes / rate
             # a mask says which keys are live, not where a ring has them; layouts are tried for each number of rows

@@ -1,6 +1,7 @@
 """Times the CUDA kernels against others', as replays of CUDA graphs, weights rotated so that they come from memory."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -10,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from eyas.kernels import fragment_int8_linear as int8
-from eyas.kernels.fragment_linear import TILE, launch_linear, launch_matmul, unit_columns
+from eyas.kernels.fragment_linear import TILE, launch_matmul, launch_splits, unit_columns
 from eyas.tools.bench_cuda_attention import bench_attention
 from eyas.tools.cuda_timing import REPLAYS, copy_rate, executorch_kernels, graph_us, rotated
 
@@ -78,9 +79,10 @@ def tinygemm_us(x: Tensor, packed: list[Tensor], group: int) -> float:
 def peers(n: int, k: int, group: int, rows: int, peer: ModuleType | None) -> dict[str, float | None]:
     """Microseconds of other kernels for the same product; None where one does not take it."""
     x = torch.randn(rows, k, device="cuda").bfloat16()
-    times: dict[str, float | None] = {}
     copies = rotated(n * k // 2)
-    times["cuBLAS bf16"] = dense_us(x, n)
+    times: dict[str, float | None] = {"cuBLAS bf16": dense_us(x, n)}
+    if rows > 16:
+        return times
     packed = [torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda") for _ in range(copies)]
     times["_weight_int4pack_mm"] = tinygemm_us(x, packed, group)
     times["executorch int4"] = None
@@ -92,48 +94,61 @@ def peers(n: int, k: int, group: int, rows: int, peer: ModuleType | None) -> dic
     return times
 
 
+def product_us(launch: Callable[..., Tensor], x: Tensor, weights: list[tuple]) -> tuple[float, float]:
+    """Microseconds of a product of few rows: its kernel alone, as in a program where the operation that follows adds
+    the splits, and with one of torch's kernels that adds them.
+    """
+    most, times = 8 if len(x) <= 8 else 16, max(8, len(weights))
+    alone = graph_us(lambda i: launch(x, *weights[i % len(weights)], max_rows=most), times)
+    added = graph_us(lambda i: launch(x, *weights[i % len(weights)], max_rows=most).sum(0), times)
+    return alone, added
+
+
 def bench_int4(rows: list[int], rate: float, console: Console, others: bool) -> tuple[list[dict], dict]:
     figures, spent = [], {}
     names = ("cuBLAS bf16", "_weight_int4pack_mm", "executorch int4")
     peer = executorch_kernels("int4_matmul") if others else None
     for group, offsets in RECIPES:
         table = Table(title=f"int4 products, µs, groups of {group}{', zero points' if offsets else ''}")
-        for column in ("out x in", "rows", "floor", "eyas", "of the copy rate", *names):
+        for column in ("out x in", "rows", "floor", "eyas", "of the copy rate", "with the sum", *names):
             table.add_column(column, justify="right")
         for n, k in (*GEMMA4, *GEMMA3_270M):
             nbytes = Weight.random(n, k, group, offsets).nbytes
-            weights = [Weight.random(n, k, group, offsets) for _ in range(rotated(nbytes))]
+            weights = [Weight.random(n, k, group, offsets).operands for _ in range(rotated(nbytes))]
             for m in rows:
-                x = torch.randn(m, k, device="cuda").bfloat16()
-                most = 8 if max(rows) <= 8 else 16
+                x, floor = torch.randn(m, k, device="cuda").bfloat16(), 1e6 * nbytes / rate
                 if m <= 16:
-                    call = lambda i, x=x: launch_linear(x, *weights[i % len(weights)].operands, max_rows=most)  # noqa: B023, E731
+                    own, added = product_us(launch_splits, x, weights)
                 else:
-                    call = lambda i, x=x: launch_matmul(x, *weights[i % len(weights)].operands)  # noqa: B023, E731
-                own = graph_us(call, max(8, len(weights)))
-                floor = 1e6 * nbytes / rate
-                others = peers(n, k, group, m, peer) if (n, k) in GEMMA4 and m in (1, 5, 16) and group == 128 else {}
+                    call = lambda i, x=x: launch_matmul(x, *weights[i % len(weights)])  # noqa: B023, E731
+                    own = added = graph_us(call, max(8, len(weights)))
+                compared = GEMMA4.get((n, k)) and group == 128 and (m in (1, 5, 16) or m > 16)
+                theirs = peers(n, k, group, m, peer) if compared else {}
                 figures.append({"out": n, "in": k, "group": group, "zero_points": offsets, "rows": m, "us": own,
-                                "floor_us": floor, **others})  # fmt: skip
+                                "us_with_sum": added, "floor_us": floor, **theirs})  # fmt: skip
                 if (n, k) in GEMMA4 and m <= 16:
-                    total = spent.setdefault((group, m), [0.0, 0.0])
-                    total[0] += floor * GEMMA4[n, k]
-                    total[1] += own * GEMMA4[n, k]
-                shown = [f"{others[name]:.1f}" if others.get(name) else "" for name in names]
-                cells = f"{n}x{k}", str(m), f"{floor:.1f}", f"{own:.1f}", f"{floor / own:.0%}", *shown
+                    total = spent.setdefault((group, m), [0.0, 0.0, 0.0])
+                    for i, us in enumerate((floor, own, added)):
+                        total[i] += us * GEMMA4[n, k]
+                shown = [f"{theirs[name]:.1f}" if theirs.get(name) else "" for name in names]
+                cells = f"{n}x{k}", str(m), f"{floor:.1f}", f"{own:.1f}", f"{floor / own:.0%}", f"{added:.1f}", *shown
                 table.add_row(*cells)
                 print(*cells, file=sys.stderr, flush=True)  # a run that is cut short shows what it has
         console.print(table)
-    shares = {f"group {group}, {m} rows": floor / own for (group, m), (floor, own) in spent.items()}
-    for name, share in shares.items():
-        console.print(f"Gemma 4 31B, all projections of a step, {name}: {share:.1%} of the copy rate")
+    shares = {
+        f"group {group}, {m} rows": (floor / own, floor / added) for (group, m), (floor, own, added) in spent.items()
+    }
+    for name, (alone, added) in shares.items():
+        console.print(
+            f"Gemma 4 31B, all projections of a step, {name}: {alone:.1%} of the copy rate, {added:.1%} with the sums"
+        )
     return figures, shares
 
 
 def bench_int8(rows: list[int], rate: float, console: Console) -> list[dict]:
     figures = []
     table = Table(title="int8 products of heads, µs, a scale a row")
-    for column in ("out x in", "rows", "floor", "eyas", "of the copy rate", "cuBLAS bf16"):
+    for column in ("out x in", "rows", "floor", "eyas", "of the copy rate", "with the sum", "cuBLAS bf16"):
         table.add_column(column, justify="right")
     for n, k in HEADS:
         nbytes = n * k + 4 * n
@@ -145,11 +160,19 @@ def bench_int8(rows: list[int], rate: float, console: Console) -> list[dict]:
         scales = torch.rand(n, device="cuda")
         for m in (m for m in rows if m <= 16):
             x = torch.randn(m, k, device="cuda").bfloat16()
-            most = 8 if max(rows) <= 8 else 16
-            call = lambda i, x=x: int8.launch_int8_linear(x, words[i % len(words)], scales, n, max_rows=most)  # noqa: B023, E731
-            own, floor, dense = graph_us(call, max(8, len(words))), 1e6 * nbytes / rate, dense_us(x, n)
-            figures.append({"out": n, "in": k, "rows": m, "us": own, "floor_us": floor, "cuBLAS bf16": dense})
-            cells = f"{n}x{k}", str(m), f"{floor:.1f}", f"{own:.1f}", f"{floor / own:.0%}", f"{dense:.1f}"
+            own, added = product_us(int8.launch_int8_splits, x, [(w, scales, n) for w in words])
+            floor, dense = 1e6 * nbytes / rate, dense_us(x, n)
+            figures.append({"out": n, "in": k, "rows": m, "us": own, "us_with_sum": added, "floor_us": floor,
+                            "cuBLAS bf16": dense})  # fmt: skip
+            cells = (
+                f"{n}x{k}",
+                str(m),
+                f"{floor:.1f}",
+                f"{own:.1f}",
+                f"{floor / own:.0%}",
+                f"{added:.1f}",
+                f"{dense:.1f}",
+            )
             table.add_row(*cells)
             print(*cells, file=sys.stderr, flush=True)
     console.print(table)

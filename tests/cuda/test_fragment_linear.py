@@ -55,6 +55,7 @@ SMALL = [
     (40, 200, 32, True, torch.float32, 3),  # K is not a multiple of a group, nor N of a tile
     (70, 330, 32, False, torch.bfloat16, 1),  # rows of x are not aligned
     (192, 512, 256, True, torch.bfloat16, 8),
+    (70, 320, 128, True, torch.bfloat16, 9),  # the last step has one unit of two
 ]
 REAL = [
     (n, k, group, offsets, torch.bfloat16, rows)
