@@ -1,4 +1,6 @@
-"""Compiles blocks for cpu with AOTInductor: native code without constants, cached by what it was compiled from."""
+"""Compiles blocks with AOTInductor, for cpu: native code without constants, cached by what it was compiled from. What
+other devices share of it is here as well; see ``aoti_cuda``.
+"""
 
 import contextlib
 import json
@@ -6,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +35,9 @@ from eyas.passes.printer import print_method
 from eyas.passes.program import Block, constant_nodes, constant_specs, constant_value
 from eyas.runtime.payload import DEVICE_TYPES, Constant, storage_key
 
-HOSTS = ("eyas", "torch")  # who implements AOTInductor's C interface for a program; see ``eyas.runtime.native.Host``
+# who implements AOTInductor's C interface for a program, by device, the preferred one first: the small library that
+# travels with it, torch's, or torch's for CUDA; see ``eyas.runtime.native.Host`` and ``eyas.runtime.cuda_native``
+HOSTS = {"cpu": ("eyas", "torch"), "cuda": ("cuda",)}
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,14 @@ OPTIONS = {
 KIND, CODE, FACTS = "blocks", "block.so", "facts.json"  # of the cache's entries
 
 
-def block_key(block: Block, host: str, libraries: KernelLibraries) -> str:
+def block_key(block: Block, host: str, cache: ContentCache) -> str:
     """What decides a block's native code: its printed graph, options, versions, kernels and machine; no constants'
     values, which native code never holds, and no names.
     """
     graph = print_method(block.program, "block")
     return key_of(
         graph, block.n_constants, block.n_written, OPTIONS, host, torch.get_num_threads(), machine(), versions(),
-        libraries.key, Path(__file__).read_text(),
+        build_libraries(cache).key, Path(__file__).read_text(),
     )  # fmt: skip
 
 
@@ -83,23 +87,43 @@ def find_compiled(cache: ContentCache, key: str, cached: bool = True) -> Compile
 
 
 def compile_block(block: Block, cache: ContentCache, host: str = "eyas", key: str | None = None) -> CompiledBlock:
-    """Compiles a block whose graph passes have finished, for a host of ``HOSTS``. Raises ``RuntimeError`` for an
+    """Compiles a block whose graph passes have finished, for a cpu host of ``HOSTS``. Raises ``RuntimeError`` for an
     operator that cannot be compiled. ``key``: what the one who asked knows it by; a graph that was written and read
     again may print its sizes otherwise.
     """
     refuse_without_body(block.program)
     libraries = build_libraries(cache)
-    key = key or block_key(block, host, libraries)
+
+    def compile_into(scratch: Path) -> tuple[Path, list[str]]:
+        with inductor_environment(cache, libraries.folder):
+            return run_inductor(as_method(block), host, libraries, scratch)
+
+    def missing(code: Path) -> set[str]:
+        return set() if host == "torch" else missing_from_host(code, libraries)
+
+    return compile_once(cache, key or block_key(block, host, cache), compile_into, missing)
+
+
+def compile_once(
+    cache: ContentCache,
+    key: str,
+    compile_into: Callable[[Path], tuple[Path, list[str]]],
+    missing: Callable[[Path], set[str]] = lambda code: set(),
+) -> CompiledBlock:
+    """The cache's entry of a block, compiled if there is none. ``compile_into``: makes the library in a folder, and
+    says which constants it needs. ``missing``: what the library's host lacks.
+    """
     if (found := find_compiled(cache, key)) is not None:
         return found
 
     def fill(folder: Path) -> None:
         start = time.perf_counter()
-        with inductor_environment(cache, libraries), tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
-            code, constants = run_inductor(as_method(block), host, libraries, Path(scratch))
+        with tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
+            code, constants = compile_into(Path(scratch))
             strip_debug(code, folder / CODE)
-        missing = () if host == "torch" else missing_from_host(folder / CODE, libraries)
-        facts = {"constants": constants, "missing": sorted(missing), "seconds": time.perf_counter() - start}
+        facts = {
+            "constants": constants, "missing": sorted(missing(folder / CODE)), "seconds": time.perf_counter() - start,
+        }  # fmt: skip
         (folder / FACTS).write_text(json.dumps(facts))
 
     cache.put(KIND, key, fill)
@@ -113,8 +137,8 @@ def prepare(cache: ContentCache) -> None:
     libraries = build_libraries(cache)
     with torch.no_grad():
         smallest = torch.export.export(torch.nn.Softplus(), (torch.zeros(16, 16),))
-    with inductor_environment(cache, libraries), tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
-        run_inductor(smallest, HOSTS[0], libraries, Path(scratch))
+    with inductor_environment(cache, libraries.folder), tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
+        run_inductor(smallest, HOSTS["cpu"][0], libraries, Path(scratch))
 
 
 def as_method(block: Block) -> ExportedProgram:
@@ -150,7 +174,13 @@ def strip_debug(source: Path, out: Path) -> None:
 
 def refuse_without_body(ep: ExportedProgram) -> None:
     """Raises ``RuntimeError`` for an operator that is not torch's, is not made of torch's, and has no C++ body."""
-    bodies = c_shims()
+    refuse_operators(ep, c_shims(), "C++ body for cpu")
+
+
+def refuse_operators(ep: ExportedProgram, bodies: Collection[torch._ops.OpOverload], what: str) -> None:
+    """Raises ``RuntimeError`` for an operator that is not torch's, is not made of torch's and is none of ``bodies``.
+    ``what`` it lacks.
+    """
     lacking = {
         node.target: source_line(node)
         for node in ep.graph.nodes
@@ -162,7 +192,7 @@ def refuse_without_body(ep: ExportedProgram) -> None:
     if lacking:
         operator, line = next(iter(lacking.items()))
         raise RuntimeError(
-            f"operator {operator} ({line}) has no C++ body for cpu, so a program with it could not run; "
+            f"operator {operator} ({line}) has no {what}, so a program with it could not run; "
             f"allowed: torch's own and {', '.join(map(str, bodies))}; a pass has to replace it"
         )
 
@@ -189,12 +219,11 @@ def missing_from_host(code: Path, libraries: KernelLibraries) -> set[str]:
 
 
 @contextlib.contextmanager
-def inductor_environment(cache: ContentCache, libraries: KernelLibraries) -> Iterator[None]:
-    """Points the compiler at our libraries, and its own working files at our cache."""
-    values = {
-        "LIBRARY_PATH": os.pathsep.join(filter(None, [str(libraries.folder), os.environ.get("LIBRARY_PATH")])),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor"),
-    }
+def inductor_environment(cache: ContentCache, libraries: Path | None = None) -> Iterator[None]:
+    """Points the compiler at a folder of libraries, and its own working files at our cache."""
+    values = {"TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor")}
+    if libraries is not None:
+        values["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(libraries), os.environ.get("LIBRARY_PATH")]))
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -211,28 +240,37 @@ def run_inductor(ep: ExportedProgram, host: str, libraries: KernelLibraries, fol
     """The shared library, made in ``folder``, and the names of the constants that it needs. Raises ``RuntimeError`` for
     a constant that no buffer holds.
     """
+    linked = [LIBRARY] if host == "torch" else [LIBRARY, libraries.host.stem.removeprefix("lib")]
+    options = {
+        "aot_inductor.custom_ops_to_c_shims": c_shims(),
+        "aot_inductor.custom_op_libs": linked,
+        "aot_inductor.link_libtorch": host == "torch",
+    }
+    code, constants, _ = aot_compile(ep, options, folder)
+    return code, constants
+
+
+def aot_compile(ep: ExportedProgram, options: Mapping[str, object], folder: Path) -> tuple[Path, list[str], list[Path]]:
+    """The shared library, the names of the constants that it needs, and the other files that came with it. ``options``
+    of the compiler, beside ``OPTIONS``. Raises ``RuntimeError`` for a constant that no buffer holds.
+    """
     inputs = tuple(
         node.meta["val"]
         for node in ep.graph.nodes
         if node.op == "placeholder" and node.name in ep.graph_signature.user_inputs
     )
-    linked = [LIBRARY] if host == "torch" else [LIBRARY, libraries.host.stem.removeprefix("lib")]
-    options = {
-        **OPTIONS,
-        "aot_inductor.custom_ops_to_c_shims": c_shims(),
-        "aot_inductor.custom_op_libs": linked,
-        "aot_inductor.link_libtorch": host == "torch",
-        "aot_inductor.output_path": str(folder),  # its own: equal parts of two blocks have files of equal names
-    }
+    # a folder of its own: equal parts of two blocks have files of equal names
+    options = {**OPTIONS, **options, "aot_inductor.output_path": str(folder)}
     with torch.no_grad(), fake_constants_allowed():
         results = torch._inductor.aot_compile(ep.module(), inputs, options=options)
-    code = next(Path(r) for r in results if isinstance(r, str) and r.endswith(".so"))
+    files = [Path(r) for r in results if isinstance(r, str)]
+    code = next(file for file in files if file.suffix == ".so")
     constants = list(next(r for r in results if not isinstance(r, str)))
     if unknown := [name for name in constants if name not in ep.state_dict]:
         raise RuntimeError(
             f"the compiler made a constant {unknown[0]!r} that no buffer of the model holds; register it as a buffer"
         )
-    return code, constants
+    return code, constants, [file for file in files if file != code]
 
 
 @contextlib.contextmanager
@@ -264,16 +302,16 @@ def release_constants(ep: ExportedProgram) -> None:
         store[name] = torch.nn.Parameter(fake, False) if isinstance(store[name], torch.nn.Parameter) else fake
 
 
-def payload_constant(local: str, name: str, value: torch.Tensor) -> Constant:
-    """What native code is told of a constant that it calls ``local``: ``value`` (real or fake) is the one called
-    ``name`` in the data file.
+def payload_constant(device: str, local: str, name: str, value: torch.Tensor) -> Constant:
+    """What native code for ``device`` is told of a constant that it calls ``local``: ``value`` (real or fake) is the
+    one called ``name`` in the data file.
     """
     return Constant(
         name=local,
-        storage_key=storage_key("cpu", name),
+        storage_key=storage_key(device, name),
         nbytes=value.numel() * value.element_size(),
         dtype=SCALAR_TYPES[value.dtype],
-        device_type=DEVICE_TYPES["cpu"],
+        device_type=DEVICE_TYPES[device],
         offset=0,
         sizes=tuple(value.shape),
         strides=tuple(value.stride()),

@@ -44,8 +44,8 @@ class Chain:
             at += step.n_results
 
 
-def chain_of(method: str, program: Program, compiled: Mapping[str, CompiledBlock]) -> Chain:
-    """The chain of a method. Raises ``RuntimeError`` for a node that is no call of a block."""
+def chain_of(method: str, program: Program, compiled: Mapping[str, CompiledBlock], device: str = "cpu") -> Chain:
+    """The chain of a method on ``device``. Raises ``RuntimeError`` for a node that is no call of a block."""
     ep = program.methods[method]
     names = {node: name for name, node in constant_nodes(ep).items()}
     inputs = [n for n in ep.graph.nodes if n.op == "placeholder" and n not in names]
@@ -67,7 +67,7 @@ def chain_of(method: str, program: Program, compiled: Mapping[str, CompiledBlock
                     tuple(number[value] for value in given),
                     len(node.meta["val"]),
                     tuple(
-                        payload_constant(own, names[c], c.meta["val"])
+                        payload_constant(device, own, names[c], c.meta["val"])
                         for own, c in zip(local, [*constants, *written])
                         if own in needed
                     ),

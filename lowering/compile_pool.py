@@ -13,14 +13,22 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from eyas.lowering.aoti_cpu import CompiledBlock, block_key, find_compiled, refuse_without_body
+from eyas.lowering.aoti_cpu import HOSTS, CompiledBlock, find_compiled
 from eyas.lowering.content_cache import MAKING, ContentCache
-from eyas.lowering.cpu_kernels import are_built, build_libraries
+from eyas.lowering.cpu_kernels import are_built
 from eyas.passes.program import Block
+
+
+def compiler_for(host: str) -> ModuleType:
+    """The module that compiles for a host: ``aoti_cpu`` or ``aoti_cuda``, which have the same functions."""
+    device = next(device for device, hosts in HOSTS.items() if host in hosts)
+    return import_module(f"eyas.lowering.aoti_{device}")
 
 
 def default_jobs() -> int:
@@ -77,11 +85,11 @@ class Worker:
 class CompilePool:
     """Up to ``jobs`` processes that share a cache, for use in a ``with``: they end with it.
 
-    They start when there is something to compile, or at once where the cache knows nothing of this machine: then
-    libraries and headers are made ready meanwhile.
+    They start when there is something to compile, or at once where that is likely: on cpu where the cache knows nothing
+    of this machine, when libraries and headers are made ready meanwhile.
     """
 
-    def __init__(self, cache: ContentCache, jobs: int):
+    def __init__(self, cache: ContentCache, jobs: int, device: str = "cpu"):
         self.cache = replace(cache, making=f"{MAKING}{secrets.token_hex(4)}-")
         self._lock = threading.Lock()
         self._ended = False
@@ -89,7 +97,7 @@ class CompilePool:
         self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(jobs)
         self._ready: list[Future] = []
-        if not are_built(cache):
+        if device == "cpu" and not are_built(cache):
             self._ready = [self._submit({"do": "prepare" if i == 0 else "start"}) for i in range(jobs)]
 
     def __enter__(self) -> "CompilePool":
@@ -127,12 +135,12 @@ class CompilePool:
         """Native code of every block, the largest ones first; ``done`` is told how many are left. Raises
         ``RuntimeError`` for one that cannot be compiled.
         """
+        compiler = compiler_for(host)
         for block in blocks.values():
-            refuse_without_body(block.program)
+            compiler.refuse_without_body(block.program)
         for future in self._ready:
             future.result()
-        libraries = build_libraries(self.cache)
-        keys = {name: block_key(block, host, libraries) for name, block in blocks.items()}
+        keys = {name: compiler.block_key(block, host, self.cache) for name, block in blocks.items()}
         found = {name: find_compiled(self.cache, key) for name, key in keys.items()}
         waiting = sorted((n for n, one in found.items() if one is None), key=lambda n: -blocks[n].size)
         with tempfile.TemporaryDirectory(prefix="eyas-") as folder:

@@ -18,8 +18,9 @@ def main() -> int:
         import torch
         import torch._inductor.compile_fx  # seconds of work that need not wait for a job
 
-        import eyas.kernels  # noqa: F401
-        from eyas.lowering.aoti_cpu import compile_block, prepare
+        from eyas.kernels import register_triton_operators
+        from eyas.lowering.aoti_cpu import prepare
+        from eyas.lowering.compile_pool import compiler_for
         from eyas.lowering.content_cache import ContentCache
         from eyas.passes.program import Block
 
@@ -32,9 +33,11 @@ def main() -> int:
                 if job["do"] == "prepare":
                     prepare(cache)
                 elif job["do"] == "block":
+                    if job["host"] == "cuda":
+                        register_triton_operators()
                     program = torch.export.load(job["program"])
                     block = Block(job["key"], program, job["n_constants"], job["n_written"], job["size"])
-                    compile_block(block, cache, job["host"], job["cache_key"])
+                    compiler_for(job["host"]).compile_block(block, cache, job["host"], job["cache_key"])
                 answer = {}
             except Exception as error:  # noqa: BLE001  whatever it is, the one who asked must be told
                 answer = {"error": f"{type(error).__name__}: {error}"}

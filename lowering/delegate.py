@@ -1,4 +1,4 @@
-"""Compiled cpu code as an ExecuTorch delegate, in the container format of the stock CUDA delegate."""
+"""Compiled code as an ExecuTorch delegate, in the container format of the stock CUDA delegate."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,10 +8,8 @@ from executorch.exir._serialize._named_data_store import NamedDataStore, NamedDa
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from torch.export import ExportedProgram
 
-from eyas.runtime.artifact import HOST_KEY
+from eyas.runtime.artifact import BACKENDS, HOST_KEY
 from eyas.runtime.payload import Constant, encode
-
-BACKEND = "CpuBackend"
 
 
 class NativeCode:
@@ -19,8 +17,9 @@ class NativeCode:
     delegates share.
     """
 
-    def __init__(self, path: Path, host: Path | None):
+    def __init__(self, path: Path, host: Path | None, device: str = "cpu"):
         code = path.read_bytes()
+        self.backend = next(name for name, served in BACKENDS.items() if served == device)
         self.key = hashlib.sha256(code).hexdigest() + "_so_blob"
         store = NamedDataStore()
         store.add_named_data(self.key, code, 1, None)
@@ -30,4 +29,4 @@ class NativeCode:
 
     def delegate(self, stub: ExportedProgram, constants: Sequence[Constant]) -> LoweredBackendModule:
         """A delegate that runs the code with its own ``constants``. ``stub``: a program whose shapes are its shapes."""
-        return LoweredBackendModule(stub, BACKEND, encode(self.key, list(constants)), [], self.data)
+        return LoweredBackendModule(stub, self.backend, encode(self.key, list(constants)), [], self.data)

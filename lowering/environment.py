@@ -43,3 +43,19 @@ def machine() -> dict[str, object]:
         "cpu_features": cpu_features(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def gpu() -> dict[str, object]:
+    """The CUDA card that programs are compiled for: name, capability, shared memory of a program in bytes, and CUDA's
+    version. Raises ``ValueError`` where there is none.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("no CUDA device was found; a program is compiled and checked on the card that it is for")
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "name": facts.name,
+        "capability": f"{facts.major}.{facts.minor}",
+        "multiprocessors": facts.multi_processor_count,
+        "shared_memory": facts.shared_memory_per_block_optin,
+        "cuda": torch.version.cuda,
+    }

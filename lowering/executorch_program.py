@@ -90,11 +90,13 @@ def write_program(
     code: Mapping[str, Path],
     constant_methods: Mapping[str, object],
     host: Path | None,
+    device: str = "cpu",
 ) -> None:
     """Writes the ``.pte``. ``chains``: method -> (its chain, its largest number of rows). ``code``: block -> its native
     code. ``host``: the library that implements AOTInductor's interface for them, None where that is torch's.
+    ``device``: what the code runs on.
     """
-    native = {block: NativeCode(file, host) for block, file in code.items()}
+    native = {block: NativeCode(file, host, device) for block, file in code.items()}
     methods = {name: delegated(name, chain, rows, native) for name, (chain, rows) in chains.items()}
     # no operator is left for ExecuTorch to decompose or check, so each counts as an edge program as it is
     config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)

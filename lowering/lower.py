@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ from eyas.lowering.compile_pool import CompilePool, default_jobs
 from eyas.lowering.content_cache import ContentCache, default_root, file_sha256, key_of
 from eyas.lowering.cpu_kernels import build_libraries
 from eyas.lowering.data_file import write_data_file
-from eyas.lowering.environment import machine, versions
+from eyas.lowering.environment import gpu, machine, versions
 from eyas.lowering.pipelines import pipeline_for
 from eyas.lowering.source_hash import source_hash
 from eyas.lowering.tokenizer import TokenizerFacts, read_tokenizer
@@ -52,7 +53,6 @@ from eyas.runtime.payload import storage_key
 from eyas.runtime.text import return_free_memory
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # activations and caches: what a device's kernels take
-LOWERED = ("cpu",)  # devices for which there is more than passes
 DEFAULT_PREFILL = 512  # rows of a prompt's chunk, where the window allows them
 PLAN = "plan.json"
 COMPILER_BYTES = 1 << 30  # what tracing and compiling need beside the weights, measured on the 270M model
@@ -173,6 +173,11 @@ class Lowering:
         self.recipe = load_recipe(request.quant)
         self.spec = find_target(request.target)
 
+    @cached_property
+    def machine(self) -> dict[str, object]:
+        """What programs are compiled for. Raises ``ValueError`` where there is no card and they are for one."""
+        return machine() | (gpu() if self.request.device == "cuda" else {})
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -181,12 +186,8 @@ class Lowering:
         self.report.seconds[name] = self.report.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def run(self) -> Report:
-        if self.request.device not in LOWERED:
-            raise ValueError(
-                f"lowering for {self.request.device} is not there yet; allowed: {', '.join(LOWERED)}; to see what the "
-                f"passes for it make of a program: opt --device {self.request.device} -p '{self.report.pipeline}'"
-            )
         check_free(self.request.out)
+        self.progress.note(f"for {self.machine.get('name', self.machine['architecture'])}")
         self.read_checkpoints()
         with making(self.request.out) as folder:
             converting = Aside(
@@ -227,6 +228,8 @@ class Lowering:
             min(target.max_call_rows, DEFAULT_PREFILL) if request.max_prefill is None else request.max_prefill,
             request.max_chain,
             request.chain,
+            # on cuda few rows have kernels of their own, and a prompt's are dealt out to the draft in such calls
+            request.max_chain + 1 if request.device == "cuda" else None,
         )
         self.limits.check(target.max_call_rows)
         positions = getattr(self.checkpoint.config, "max_positions", None)
@@ -248,12 +251,15 @@ class Lowering:
         self.report.source_bytes = 2 * sum(p.shape[0] * p.shape[1] for p in placed)
 
     def program_key(self) -> str:
-        """What decides a program file: not the weights, which native code never holds."""
+        """What decides a program file: not the weights, which native code never holds. On cuda they decide the types of
+        scales.
+        """
+        weights = [self.checkpoint.identity, self.draft.identity] if self.request.device == "cuda" else []
         return key_of(
             self.checkpoint.config, self.draft.config, self.limits, self.methods,
-            [(p.name, p.format) for p in self.placed], self.report.pipeline, versions(), machine(), source_hash(),
+            [(p.name, p.format) for p in self.placed], self.report.pipeline, versions(), self.machine, source_hash(),
             Path(find_spec(self.spec.module).origin).read_text(encoding="utf-8"), torch.get_num_threads(),
-            self.checkpoint.stop_ids, self.checkpoint.bos_id,
+            self.checkpoint.stop_ids, self.checkpoint.bos_id, weights,
         )  # fmt: skip
 
     def write_program(self, folder: Path) -> Plan:
@@ -268,7 +274,7 @@ class Lowering:
                 plan = read_plan(entry)
                 constants = {**named_tensors(self.speculator)}
                 self.speculator = None
-                write_constants(folder / DATA, plan, Constants(constants, plan.derived))
+                write_constants(folder / DATA, self.request.device, plan, Constants(constants, plan.derived))
         trim_memory()
         shutil.copyfile(entry / PROGRAM, folder / PROGRAM)
         return read_plan(entry)
@@ -277,7 +283,7 @@ class Lowering:
         """Traces, rewrites and compiles. Writes the data file, and everything else as an entry of the cache; returns
         that.
         """
-        with CompilePool(self.cache, self.request.jobs or default_jobs()) as pool:
+        with CompilePool(self.cache, self.request.jobs or default_jobs(), self.request.device) as pool:
             program, plan = self.rewrite(data)
             Aside(import_module, "executorch.exir")  # seconds, while others compile
             compiled, host = self.compile(program, pool)
@@ -299,7 +305,7 @@ class Lowering:
         passes = [{"pass": r.spec, "rewrites": r.rewrites, "nodes": r.nodes_after} for r in self.report.passes]
         plan = Plan(names, derived, sharing, {}, {}, passes)
         with self.stage("write data"):
-            write_constants(data, plan, program.constants())
+            write_constants(data, self.request.device, plan, program.constants())
             for ep in program.methods.values():
                 release_constants(ep)
             trim_memory()
@@ -311,10 +317,11 @@ class Lowering:
         """Puts compiled blocks into a program file: an entry of the cache."""
         from eyas.lowering.executorch_program import write_program
 
-        facts = {"kind": "torch"}
+        device = self.request.device
+        facts = {"kind": "torch" if device == "cpu" else device}
         if host is not None:
             facts = {"kind": "eyas", "name": host.name, "sha256": file_sha256(host)}
-        chains = {name: (chain_of(name, program, compiled), self.limits.rows(name)) for name in program.methods}
+        chains = {name: (chain_of(name, program, compiled, device), self.limits.rows(name)) for name in program.methods}
         digest = {key: file_sha256(one.code) for key, one in compiled.items()}
         code = {
             name: [digest[block] for block in dict.fromkeys(step.block for step in chain.steps)]
@@ -324,7 +331,7 @@ class Lowering:
 
         def fill(entry: Path) -> None:
             files = {key: one.code for key, one in compiled.items()}
-            write_program(entry / PROGRAM, chains, files, program.constant_methods, host)
+            write_program(entry / PROGRAM, chains, files, program.constant_methods, host, device)
             (entry / PLAN).write_text(json.dumps(plan.to_json()))
 
         with self.stage("program file"):
@@ -345,7 +352,7 @@ class Lowering:
         calls = Counter(
             n.args[0] for ep in program.methods.values() for n in ep.graph.nodes if n.target is BLOCK
         )  # fmt: skip
-        for host in HOSTS:
+        for host in HOSTS[self.request.device]:
             with self.stage("compile"):
                 compiled = pool.compile({key: program.blocks[key] for key in calls}, host)
             lacking = [(key, one.missing) for key, one in compiled.items() if one.missing]
@@ -381,7 +388,7 @@ class Lowering:
             },
             "native_code": plan.native_code,
             "host": plan.host,
-            "device": {"type": self.request.device, **machine()},
+            "device": {"type": self.request.device, **self.machine},
             "versions": versions(),
             "target": {"name": self.request.target, **checkpoint.identity},
             "draft": {**self.draft.identity, "notes": list(self.draft.notes)},
@@ -559,9 +566,9 @@ class Constants(Mapping):
         return len({**self.given, **self.derived})
 
 
-def write_constants(path: Path, plan: Plan, constants: Mapping[str, Tensor]) -> None:
+def write_constants(path: Path, device: str, plan: Plan, constants: Mapping[str, Tensor]) -> None:
     """The data file: every constant of the plan, once, in the plan's order."""
-    keys = [(storage_key("cpu", entry["name"]), entry["nbytes"]) for entry in plan.sharing]
+    keys = [(storage_key(device, entry["name"]), entry["nbytes"]) for entry in plan.sharing]
     write_data_file(path, keys, (constants[name].detach().contiguous() for name in plan.constants))
 
 

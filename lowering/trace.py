@@ -29,18 +29,21 @@ class Limits:
     """How many rows each method takes: from 1 to ``max_prefill`` for a chunk of the prompt, to ``max_chain + 1`` for a
     window.
 
-    ``max_seq_len``: positions in the caches. ``chain``: proposals a round where the user does not say.
+    ``max_seq_len``: positions in the caches. ``chain``: proposals a round where the user does not say. ``max_draft``:
+    rows of the draft head, None: as many as the larger of those.
     """
 
     max_seq_len: int
     max_prefill: int
     max_chain: int = 7
     chain: int = 4
+    max_draft: int | None = None
 
     def rows(self, method: str) -> int:
         """The largest number of rows of a method; the smallest is always 1."""
         window = self.max_chain + 1
-        return {"prefill": self.max_prefill, "draft_decode": max(self.max_prefill, window)}.get(method, window)
+        draft = max(self.max_prefill, window) if self.max_draft is None else self.max_draft
+        return {"prefill": self.max_prefill, "draft_decode": draft}.get(method, window)
 
     def check(self, target_max_call_rows: int) -> None:
         """Raises ``ValueError`` for limits that the target's caches cannot serve."""

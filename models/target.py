@@ -112,6 +112,12 @@ TARGETS: dict[str, TargetSpec] = {
             "eyas.models.tiny_targets",
             {"family": "gemma4"},
         ),
+        TargetSpec(
+            "tiny_gemma3_wide",
+            "tiny_gemma3 with heads of 64, the smallest width that attention on cuda takes",
+            "eyas.models.tiny_targets",
+            {"family": "gemma3", "head_dim": 64},
+        ),
     )
 }
 

@@ -16,15 +16,17 @@ EMBEDDING_GAIN = (
 )
 
 
-def tiny_config(family: str, n_layers: int = 4, vocab_size: int = 128, hidden_size: int = 48) -> GemmaConfig:
+def tiny_config(
+    family: str, n_layers: int = 4, vocab_size: int = 128, hidden_size: int = 48, head_dim: int = 16
+) -> GemmaConfig:
     """Four layers, every third one global, window 8, and a width (48) that no group of 32 divides."""
     if family == "gemma3":
-        sliding = GemmaLayer(4, 2, 16, RopeSpec(10000.0), window=WINDOW)
-        full = GemmaLayer(4, 2, 16, RopeSpec(1e6, "linear", 8.0))
-        extra = dict(attn_scale=16**-0.5)
+        sliding = GemmaLayer(4, 2, head_dim, RopeSpec(10000.0), window=WINDOW)
+        full = GemmaLayer(4, 2, head_dim, RopeSpec(1e6, "linear", 8.0))
+        extra = dict(attn_scale=head_dim**-0.5)
     elif family == "gemma4":
-        sliding = GemmaLayer(4, 2, 16, RopeSpec(10000.0), window=WINDOW)
-        full = GemmaLayer(4, 1, 32, RopeSpec(1e6, "proportional", partial=0.25), k_eq_v=True)
+        sliding = GemmaLayer(4, 2, head_dim, RopeSpec(10000.0), window=WINDOW)
+        full = GemmaLayer(4, 1, 2 * head_dim, RopeSpec(1e6, "proportional", partial=0.25), k_eq_v=True)
         extra = dict(attn_scale=1.0, norm_offset=0.0, v_norm=True, layer_scalar=True, final_softcap=30.0)
     else:
         raise ValueError(f"unknown family {family!r}; allowed: gemma3, gemma4")
@@ -60,10 +62,10 @@ def random_tensors(module: nn.Module, seed: int) -> dict[str, TensorSource]:
     return {name: TensorSource(tensor) for name, tensor in tensors.items()}
 
 
-def open_checkpoint(path: Path | None, family: str, seed: int = 4, n_layers: int = 4) -> Checkpoint:
+def open_checkpoint(path: Path | None, family: str, seed: int = 4, n_layers: int = 4, head_dim: int = 16) -> Checkpoint:
     if path is not None:
         raise ValueError(f"tiny targets are random and take no checkpoint, got {path}")
-    config = tiny_config(family, n_layers)
+    config = tiny_config(family, n_layers, head_dim=head_dim)
     tensors = random_tensors(GemmaDecoder(config, 1), seed)
     for name, source in tensors.items():
         if name.endswith("norm.weight"):
@@ -71,7 +73,7 @@ def open_checkpoint(path: Path | None, family: str, seed: int = 4, n_layers: int
     return Checkpoint(
         config=config,
         tensors=tensors,
-        identity={"format": "random", "family": family, "seed": seed, "n_layers": n_layers},
+        identity={"format": "random", "family": family, "seed": seed, "n_layers": n_layers, "head_dim": head_dim},
         tokenizer=TokenizerSource("none"),
         bos_id=2,
         stop_ids=(1,),

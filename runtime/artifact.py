@@ -18,7 +18,7 @@ from eyas.runtime.payload import decode, storage_key
 
 FORMAT, FORMAT_VERSION = "eyas-artifact", 1
 MANIFEST, PROGRAM, DATA, TOKENIZER = "manifest.json", "model.pte", "model.ptd", "tokenizer.json"
-BACKENDS = {"CpuBackend": "cpu"}
+BACKENDS = {"CpuBackend": "cpu", "CudaBackend": "cuda"}
 HOST_KEY = "eyas_host"  # the program file's name for the host library's bytes
 
 
@@ -88,8 +88,11 @@ class Artifact:
 
     def _check_machine(self) -> None:
         device = self.manifest["device"]
-        if device["type"] != "cpu":
-            raise ArtifactError(f"{self.path} was lowered for {device['type']}; this runtime runs cpu programs")
+        if device["type"] not in BACKENDS.values():
+            raise ArtifactError(
+                f"{self.path} was lowered for {device['type']}; this runtime runs programs for "
+                f"{', '.join(BACKENDS.values())}"
+            )
         if device["architecture"] != platform.machine():
             raise ArtifactError(
                 f"{self.path} was lowered for {device['architecture']}, this machine is {platform.machine()}"
@@ -99,7 +102,7 @@ class Artifact:
             raise ArtifactError(
                 f"{self.path} needs instruction sets that this machine lacks: {', '.join(lacking)}; lower again here"
             )
-        if self.manifest["host"]["kind"] != "torch":
+        if self.manifest["host"]["kind"] == "eyas":
             return
         made_with = self.manifest["versions"]["torch"]
         try:
@@ -113,13 +116,18 @@ class Artifact:
                 f"{self.path} was lowered with torch {made_with}, installed is {here}; "
                 f"install that version or lower again"
             )
+        if device["type"] == "cuda":
+            from eyas.runtime.cuda_native import check_card  # here: it imports torch
+
+            if reason := check_card(device):
+                raise ArtifactError(f"{self.path} is a program for cuda, and {reason}; lower again for this machine")
 
     def _check_parts(self) -> None:
         """That what loading and the tokenizer read of the manifest is there, and of the right kind."""
         manifest, host, text = self.manifest, self.manifest["host"], self.manifest["tokenizer"]
         found = [(host["kind"], str), (text["stop_ids"], list), (text["add_bos"], bool)]
         found += [(text[key], object) for key in ("bos_id", "chat_template")]
-        found += [(host[key], str) for key in ("name", "sha256") if host["kind"] != "torch"]
+        found += [(host[key], str) for key in ("name", "sha256") if host["kind"] == "eyas"]
         found += [(buffer["name"], str) for buffer in manifest["sharing"]]
         found += [(buffer["writers"], list) for buffer in manifest["sharing"]]
         for name in manifest["methods"] | manifest["native_code"]:
@@ -132,6 +140,10 @@ class Artifact:
 
     def load(self) -> "Program":
         """Loads the methods. Raises ``ArtifactError`` or ``ContainerError``."""
+        if self.manifest["device"]["type"] == "cuda":
+            from eyas.runtime.cuda_program import CudaProgram  # here: it imports torch
+
+            return CudaProgram(self)
         return Program(self)
 
     def nbytes(self) -> int:
@@ -161,7 +173,13 @@ class Method:
     """
 
     def __init__(
-        self, spec: MethodSpec, rows: tuple[int, int], host: Host, chain: Chain, max_seq_len: int, vocab_size: int
+        self,
+        spec: MethodSpec,
+        rows: tuple[int, int],
+        max_seq_len: int,
+        vocab_size: int,
+        host: Host | None,
+        chain: Chain,
     ):
         self.name, self.spec, self.min_rows, self.max_rows = spec.name, spec, *rows
         self._host, self._chain = host, chain
@@ -196,6 +214,9 @@ class Method:
                     raise ValueError(
                         f"{what} of method {self.name!r} (input {i}) must lie in 0..{bound - 1}, got {low} to {high}"
                     )
+        return self._run(tensors)
+
+    def _run(self, tensors: list[Tensor]) -> list[Tensor]:
         return self._chain.run(tensors)
 
     def _own(self, value: Tensor | np.ndarray) -> Tensor:
@@ -210,16 +231,17 @@ class Method:
 class Program:
     """A loaded artifact: ``methods``, ``constants`` (the constant methods) and ``buffers``, the one pool they share."""
 
+    device = "cpu"
+
     def __init__(self, artifact: Artifact):
         self.artifact, manifest = artifact, artifact.manifest
         self.epoch = 0
         file = ProgramFile(artifact.path / PROGRAM)
         self.constants = file.constants
-        mutable = [storage_key("cpu", b["name"]) for b in manifest["sharing"] if b["writers"]]
+        mutable = [storage_key(self.device, b["name"]) for b in manifest["sharing"] if b["writers"]]
         self.methods: dict[str, Method] = {}
         with tempfile.TemporaryDirectory(prefix="eyas-") as folder:  # private to this user; gone once it is mapped
-            self.host = open_host(file, manifest["host"], Path(folder))
-            self.buffers = BufferPool(self.host, artifact.path / DATA, mutable)
+            self._open(file, mutable, Path(folder))
             for name, spec in file.methods.items():
                 calls = [self._call(file, spec, call, Path(folder)) for call in spec.calls]
                 numbers = {value: i for i, value in enumerate(spec.input_values)}
@@ -229,18 +251,31 @@ class Program:
                     Call(container, tuple(numbers[value] for value in call.inputs))
                     for container, call in zip(calls, spec.calls)
                 ]
-                ranges = manifest["methods"][name]
-                self.methods[name] = Method(
-                    spec, (ranges["min_rows"], ranges["max_rows"]), self.host,
-                    Chain(self.host, len(spec.inputs), steps, [numbers[value] for value in spec.output_values]),
-                    int(self.constants["get_max_seq_len"]), int(self.constants["get_vocab_size"]),
-                )  # fmt: skip
+                self.methods[name] = self._method(spec, steps, [numbers[value] for value in spec.output_values])
+
+    def _open(self, file: ProgramFile, mutable: list[str], folder: Path) -> None:
+        """Opens the host of the native code, and the buffers; ``mutable``: the keys of those that are written."""
+        self.host = open_host(file, self.artifact.manifest["host"], folder)
+        self.buffers = BufferPool(self.host, self.artifact.path / DATA, mutable)
+
+    def _container(self, path: Path) -> Container:
+        return Container(self.host, path)
+
+    def _method(self, spec: MethodSpec, steps: list[Call], outputs: list[int]) -> "Method":
+        return Method(spec, *self._bounds(spec.name), self.host, Chain(self.host, len(spec.inputs), steps, outputs))
+
+    def _bounds(self, name: str) -> tuple[tuple[int, int], int, int]:
+        """What a method's calls may have: rows, positions and token ids."""
+        ranges = self.artifact.manifest["methods"][name]
+        limits = (int(self.constants[fact]) for fact in ("get_max_seq_len", "get_vocab_size"))
+        return (ranges["min_rows"], ranges["max_rows"]), *limits
 
     def _call(self, file: ProgramFile, spec: MethodSpec, call: DelegateCall, folder: Path) -> Container:
         """The native code of one call, with its constants; code that several calls share is loaded once."""
-        if call.backend not in BACKENDS:
+        if BACKENDS.get(call.backend) != self.device:
             raise ArtifactError(
-                f"method {spec.name!r} is for the delegate {call.backend!r}; this runtime has {', '.join(BACKENDS)}"
+                f"method {spec.name!r} is for the delegate {call.backend!r}; a program for {self.device} has "
+                f"{next(name for name, device in BACKENDS.items() if device == self.device)}"
             )
         try:
             key, constants = decode(call.payload)
@@ -252,7 +287,7 @@ class Program:
                 (h for h in self.artifact.manifest["native_code"].get(spec.name, ()) if key.startswith(h)), None
             )
             unpack(file, key, expected, path)
-        container = Container(self.host, path)
+        container = self._container(path)
         if len(call.outputs) != container.n_outputs:
             raise ArtifactError(
                 f"method {spec.name!r} expects {len(call.outputs)} results of the native code {key[:12]}..., "

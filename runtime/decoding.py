@@ -167,7 +167,10 @@ class SpeculativeDecoder(GreedyDecoder):
         """Draft rows for positions ``start..`` that the target has seen: ``following[i]`` is the token after position
         start + i.
         """
-        ids, g = self.draft(tokens(following), feature, positions(start, len(following)))
+        for at in range(0, len(following), self.draft.max_rows):
+            part = following[at : at + self.draft.max_rows]
+            rows = feature if len(part) == len(following) else feature.part(np.s_[:, at : at + len(part)])
+            ids, g = self.draft(tokens(part), rows, positions(start + at, len(part)))
         self._seeded = int(ids.array[0, -1]), g.part(np.s_[:, -1:])
 
     def _round(self, anchor: int, position: int, chain: int) -> list[int]:

@@ -172,9 +172,11 @@ class Container:
     ``constants``: fully qualified name of each constant -> the name the library knows it by.
     """
 
-    def __init__(self, host: Host, path: Path):
+    device = b"cpu"
+
+    def __init__(self, host: Host | None, path: Path):
         self.host = host
-        self._lib = load_apart(path)
+        self._lib = self.load(path)
         self._handle = c_void_p()
         self._bound: list[Tensor] = []
         signatures = {
@@ -192,7 +194,7 @@ class Container:
             function = getattr(self._lib, "AOTInductorModelContainer" + name)
             function.argtypes, function.restype, function.errcheck = arguments, c_int32, self._check
             setattr(self, "_" + name, function)
-        self._CreateWithDevice(byref(self._handle), 1, b"cpu", None)
+        self._CreateWithDevice(byref(self._handle), 1, self.device, None)
         count = c_size_t()
         self._GetNumConstants(self._handle, byref(count))
         self.constants = {
@@ -202,17 +204,31 @@ class Container:
         self._GetNumOutputs(self._handle, byref(count))
         self.n_outputs = count.value
 
+    @staticmethod
+    def load(path: Path) -> ctypes.CDLL:
+        """The library itself."""
+        return load_apart(path)
+
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives the method its constants by fully qualified name; they are used in place and kept alive."""
+        self._bound = self.needed(tensors)
+        self.bind_handles([tensor.handle for tensor in self._bound])
+
+    def needed(self, tensors: Mapping[str, object]) -> list:
+        """Those of ``tensors``, by fully qualified name, that the method needs. Raises ``ValueError`` where one is
+        missing.
+        """
         missing = sorted(set(self.constants) - set(tensors))
         if missing:
             raise ValueError(
                 f"the compiled method needs constants that the program does not have: {', '.join(missing[:5])}"
             )
-        self._bound = [tensors[name] for name in self.constants]
-        pairs = (_Pair * len(self._bound))(
-            *(_Pair(name.encode(), tensor.handle) for name, tensor in zip(self.constants.values(), self._bound))
-        )
+        return [tensors[name] for name in self.constants]
+
+    def bind_handles(self, handles: Sequence[int]) -> None:
+        """Gives the method its constants, in the order of ``constants``; the handles stay the caller's."""
+        named = zip(self.constants.values(), handles, strict=True)
+        pairs = (_Pair * len(handles))(*(_Pair(name.encode(), handle) for name, handle in named))
         self._UpdateUserManagedConstantBufferPairs(self._handle, pairs, len(pairs), False, True)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -220,10 +236,10 @@ class Container:
         handles = (c_void_p * len(inputs))(*(tensor.new_handle() for tensor in inputs))
         return [Tensor(self.host, handle) for handle in self.run_handles(handles)]
 
-    def run_handles(self, handles: ctypes.Array) -> ctypes.Array:
-        """One call, which takes its input handles over; the outputs' are the caller's."""
+    def run_handles(self, handles: ctypes.Array, stream: int | None = None) -> ctypes.Array:
+        """One call, which takes its input handles over; the outputs' are the caller's. ``stream``: a card's."""
         outputs = (c_void_p * self.n_outputs)()
-        self._RunSingleThreaded(self._handle, handles, len(handles), outputs, self.n_outputs, None, None)
+        self._RunSingleThreaded(self._handle, handles, len(handles), outputs, self.n_outputs, stream, None)
         return outputs
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from eyas.runtime.artifact import Artifact, Method, Program
-from eyas.runtime.native import DTYPES, NAMES
+from eyas.runtime.native import DTYPES, NAMES, Tensor
 
 
 def inputs_of(method: Method, start: int, rows: int, vocab_size: int) -> list[np.ndarray]:
@@ -23,8 +23,9 @@ def inputs_of(method: Method, start: int, rows: int, vocab_size: int) -> list[np
             arrays.append((positions * 7919 + 13)[None] % vocab_size)
         else:
             columns = np.arange(spec.sizes[2])
-            values = np.sin(0.37 * positions[:, None] + 0.11 * columns[None]) * 2
-            arrays.append(values[None].astype(DTYPES[NAMES[spec.dtype]][1]))
+            values = np.sin(0.37 * positions[:, None] + 0.11 * columns[None])[None].astype(np.float32) * 2
+            bits = values.view(np.uint32) >> 16 if NAMES[spec.dtype] == "bfloat16" else values
+            arrays.append(bits.astype(DTYPES[NAMES[spec.dtype]][1]))
     return arrays
 
 
@@ -46,6 +47,14 @@ def row_invariance(program: Program, method: Method, outputs: list[int], rows: i
     ]  # fmt: skip
 
 
+def is_finite(output: Tensor) -> bool:
+    """Whether a tensor has no infinities and NaNs; those of bfloat16 have all bits of the exponent set."""
+    array = output.array
+    if output.dtype == "bfloat16":
+        return bool((array & 0x7F80 != 0x7F80).all())
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
 def check(program: Program) -> list[str]:
     """A line a method. Raises ``RuntimeError`` for an output that is not finite, or rows that depend on each other."""
     lines, vocab_size = [], int(program.constants["get_vocab_size"])
@@ -53,9 +62,12 @@ def check(program: Program) -> list[str]:
         for rows in dict.fromkeys((1, min(3, method.max_rows))):
             program.reset()
             for output in method(*inputs_of(method, 0, rows, vocab_size)):
-                if output.array.dtype.kind == "f" and not np.isfinite(output.array).all():
+                if not is_finite(output):
                     raise RuntimeError(f"method {name!r} gives values that are not finite with {rows} rows")
         text = f"{name}: runs with {method.min_rows} to {method.max_rows} rows"
+        if program.device == "cuda" and not name.startswith("target_"):
+            lines.append(text)  # of the others, any row's bits serve: prefill is cut the same way for every decoder
+            continue
         by_row = [i for i, spec in enumerate(method.spec.outputs) if len(spec.sizes) > 1 and spec.sizes[1] > 1]
         if by_row:
             rows = min(method.max_rows, 8)

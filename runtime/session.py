@@ -1,6 +1,7 @@
-"""An artifact's text side: its tokenizer with the start token, stop ids and chat template that the manifest records."""
+"""What a user of an artifact opens: its tokenizer, and a decoder for the device that it was lowered for."""
 
-from eyas.runtime.artifact import TOKENIZER, Artifact
+from eyas.runtime.artifact import TOKENIZER, Artifact, Program
+from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder
 from eyas.runtime.text import Tokenizer
 
 
@@ -14,3 +15,14 @@ def open_tokenizer(artifact: Artifact) -> Tokenizer:
         stop_ids=facts["stop_ids"],
         chat_template=facts["chat_template"],
     )
+
+
+def open_decoder(program: Program, kind: str, graphs: bool = True) -> GreedyDecoder:
+    """The decoder of ``kind``, "greedy" or "speculative", for a program's device. ``graphs``: on cuda, a round is one
+    CUDA graph.
+    """
+    if program.device == "cuda":
+        from eyas.runtime.cuda_decoding import CudaGreedyDecoder, CudaSpeculativeDecoder  # here: it imports torch
+
+        return {"greedy": CudaGreedyDecoder, "speculative": CudaSpeculativeDecoder}[kind](program, graphs)
+    return {"greedy": GreedyDecoder, "speculative": SpeculativeDecoder}[kind](program)

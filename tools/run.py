@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compare-greedy", action="store_true", help="run both; exit 1 at the first different token")
     p.add_argument("--threads", type=int, help="threads (default: all cores)")
     p.add_argument("--stats-json", type=Path, help="write tokens, rounds, acceptance and times to this file")
+    p.add_argument("--no-cuda-graph", action="store_true", help="on cuda, make a round's calls one by one")
     p.add_argument("--no-verify-data", action="store_true", help="do not check the hash of the weights")
     return p
 
@@ -47,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.stats_json)
     start = time.perf_counter()
     from eyas.runtime.artifact import Artifact
-    from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder
-    from eyas.runtime.session import open_tokenizer
+    from eyas.runtime.session import open_decoder, open_tokenizer
 
     artifact = Artifact.open(args.artifact, check_data=not args.no_verify_data)
     tokenizer = open_tokenizer(artifact)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     kinds = {"greedy": args.greedy or args.compare_greedy, "speculative": not args.greedy or args.compare_greedy}
     results: dict[str, tuple[list[int], object]] = {}
     for kind in (name for name, wanted in kinds.items() if wanted):
-        decoder = GreedyDecoder(program) if kind == "greedy" else SpeculativeDecoder(program)
+        decoder = open_decoder(program, kind, graphs=not args.no_cuda_graph)
         options = {} if kind == "greedy" else {"chain": args.chain}
         show = kind == ("greedy" if args.greedy else "speculative")
         new = []

@@ -1,0 +1,154 @@
+"""Decoding on a CUDA card: a round, from the first proposal to the next one, is one CUDA graph.
+
+Tokens, positions and proposals stay on the card. The host learns a round's tokens from a copy that the graph makes. All
+K + 1 rows of a window reseed the draft, so that shapes do not depend on how many proposals were right; rows after the
+last right one are overwritten by the next round before anything reads them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+from eyas.runtime.cuda_native import CudaTensor
+from eyas.runtime.cuda_program import CudaProgram
+from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder
+
+
+class Rounds:
+    """What rounds hand on, and the graphs that they are: one for each number of proposals, captured when it is first
+    needed.
+
+    ``anchor``, ``first``: int64 ``[1, 1]``, the last token of the text and the first proposal. ``position``: int64
+    ``[1]``, the anchor's. ``g``: ``[1, 1, H]``, what the draft made of the row before the first proposal.
+    """
+
+    def __init__(self, program: CudaProgram, graphs: bool, device: str = "cuda"):
+        """``device``: where the program's tensors are; anything but "cuda" is for tests, and has no graphs."""
+        self.verify, self.draft = program.method("target_verify"), program.method("draft_decode")
+        self.graphs = graphs
+        most = int(program.constants["get_max_chain_len"])
+        self.anchor, self.first, self.position = (
+            torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((1, 1), (1, 1), (1,))
+        )
+        self.g = torch.zeros(1, 1, self.draft.spec.inputs[1].sizes[2], dtype=torch.bfloat16, device=device)
+        self.window = torch.arange(most + 1, device=device)
+        # what the host reads: how many proposals were right, and the tokens after each row
+        self._result = torch.zeros(most + 2, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(most + 2, dtype=torch.int64, pin_memory=device == "cuda")
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Has calls run on the rounds' stream, and waits for them at the end."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    def run(self, chain: int) -> list[int]:
+        """One round of ``chain`` proposals: the tokens that follow the anchor, which moves to the last of them."""
+        with self._on_stream():
+            if self.graphs:
+                self._graph(chain).replay()
+            else:
+                self._round(chain)
+        found = self._copy.tolist()
+        return found[1 : found[0] + 2]
+
+    def prepare(self, chain: int) -> bool:
+        """Captures the round of ``chain`` proposals, if it is not yet. Returns whether that has written to the caches:
+        the first time, what it calls must have run once, which loads its kernels.
+        """
+        if not self.graphs or chain in self._captured:
+            return False
+        first = not self._captured
+        with self._on_stream():
+            if first:
+                self._round(chain)
+            self._graph(chain)
+        return first
+
+    def _graph(self, chain: int) -> torch.cuda.CUDAGraph:
+        if chain not in self._captured:
+            graph = torch.cuda.CUDAGraph()
+            self._stream.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                self._round(chain)
+            self._captured[chain] = graph
+        return self._captured[chain]
+
+    def _round(self, chain: int) -> None:
+        where = self.position + self.window[: chain + 1]
+        proposals, token, g = [self.first][:chain], self.first, self.g
+        for j in range(1, chain):
+            at = self.position + (j - 1)  # not a part of ``where``: native code counts on alignment
+            token, g = self.draft.run(token, g, at)
+            proposals.append(token)
+        tokens = torch.cat([self.anchor, *proposals], 1)
+        ids, feature = self.verify.run(tokens, where)
+        right = (ids[:, :chain] == tokens[:, 1:]).long().cumprod(1).sum(1)  # [1]
+        if chain:
+            following, made = self.draft.run(ids, feature, where)
+            self.first.copy_(following.gather(1, right[:, None]))
+            self.g.copy_(made.index_select(1, right))
+        self.anchor.copy_(ids.gather(1, right[:, None]))
+        self.position.add_(right + 1)
+        self._result[:1].copy_(right)
+        self._result[1 : chain + 2].copy_(ids[0])
+        self._copy.copy_(self._result, non_blocking=True)
+
+    def start(self, anchor: int, position: int, seeded: tuple[int, CudaTensor] | None) -> None:
+        """Where a generation's rounds begin. ``seeded``: the first proposal, and what it came from."""
+        if self._stream is not None:
+            torch.cuda.current_stream().synchronize()
+        with self._on_stream():
+            self.anchor.fill_(anchor)
+            self.position.fill_(position)
+            if seeded is not None:
+                first, g = seeded
+                self.first.fill_(first)
+                self.g.copy_(g.value)
+
+
+class OnCard:
+    """What decoding on the card does otherwise; stands before the decoder whose steps it replaces.
+
+    ``graphs``: each round is a CUDA graph, with the bits that the same calls have one by one.
+    """
+
+    _seeded: tuple | None = None
+
+    def __init__(self, program: CudaProgram, graphs: bool = True):
+        super().__init__(program)
+        self.rounds = Rounds(program, graphs)
+
+    def _prefill(self, ids: Sequence[int], chain: int) -> int:
+        if self.rounds.prepare(chain):
+            self.program.buffers.reset()
+        following = super()._prefill(ids, chain)
+        self.rounds.start(following, len(ids), self._seeded)
+        return following
+
+    def _round(self, anchor: int, position: int, chain: int) -> list[int]:
+        """One round. Its time counts as that of verify: the card does not say where a graph spends it."""
+        if chain == 0 or self._seeded is None:
+            chain, self._seeded = 0, None  # the draft's cache has a gap from here on
+        self._proposed = chain
+        start = perf_counter()
+        block = self.rounds.run(chain)
+        self.statistics.verify_seconds += perf_counter() - start
+        return block
+
+
+class CudaGreedyDecoder(OnCard, GreedyDecoder):
+    """Plain decoding on the card."""
+
+
+class CudaSpeculativeDecoder(OnCard, SpeculativeDecoder):
+    """Speculative decoding on the card."""
