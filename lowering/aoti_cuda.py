@@ -50,8 +50,8 @@ def refuse_without_body(ep: ExportedProgram) -> None:
 
 
 def compile_block(block: Block, cache: ContentCache, host: str = "cuda", key: str | None = None) -> CompiledBlock:
-    """Compiles a block whose graph passes have finished. Raises ``ValueError`` without a card, ``RuntimeError`` for an operator
-    that cannot be compiled. ``key``: what the one who asked knows it by.
+    """Compiles a block whose graph passes have finished. Raises ``ValueError`` without a card, ``RuntimeError`` for an
+    operator that cannot be compiled. ``key``: what the one who asked knows it by.
     """
     refuse_without_body(block.program)
 
