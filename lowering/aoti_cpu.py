@@ -190,10 +190,12 @@ def refuse_operators(ep: ExportedProgram, bodies: Collection[torch._ops.OpOverlo
         and not torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), "CompositeImplicitAutograd")
     }
     if lacking:
-        operator, line = next(iter(lacking.items()))
+        named = ", ".join(f"{operator} ({line})" for operator, line in lacking.items())
+        kind, has = ("operator", "has") if len(lacking) == 1 else ("operators", "have")
         raise RuntimeError(
-            f"operator {operator} ({line}) has no {what}, so a program with it could not run; "
-            f"allowed: torch's own and {', '.join(map(str, bodies))}; a pass has to replace it"
+            f"{kind} {named} {has} no {what}, so a program with {'it' if len(lacking) == 1 else 'them'} could not run; "
+            f"allowed: torch's own and {', '.join(map(str, bodies))}; a pass has to replace "
+            f"{'it' if len(lacking) == 1 else 'them'}"
         )
 
 

@@ -124,9 +124,9 @@ class OnCard:
 
     _seeded: tuple | None = None
 
-    def __init__(self, program: CudaProgram, graphs: bool = True):
+    def __init__(self, program: CudaProgram, graphs: bool = True, device: str = "cuda"):
         super().__init__(program)
-        self.rounds = Rounds(program, graphs)
+        self.rounds = Rounds(program, graphs, device)
 
     def _prefill(self, ids: Sequence[int], chain: int) -> int:
         if self.rounds.prepare(chain):

@@ -22,7 +22,8 @@ def load_libraries() -> None:
     """Makes the functions that native code calls known to the loader: torch's, and those of CUDA's runtime."""
     lib = Path(torch.__file__).parent / "lib"
     for name in ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so", "libtorch.so"):
-        ctypes.CDLL(str(lib / name), ctypes.RTLD_GLOBAL)
+        if (lib / name).is_file():  # a build without CUDA has only some
+            ctypes.CDLL(str(lib / name), ctypes.RTLD_GLOBAL)
     packaged = find_spec("nvidia")
     roots = [Path(root) for root in packaged.submodule_search_locations] if packaged else []
     for path in (*(p for root in roots for p in root.glob("*/lib/libcudart.so.*")), *map(Path, CUDART)):
@@ -108,9 +109,12 @@ class CudaChain:
     def __init__(self, n_inputs: int, calls: Sequence[Call], outputs: Sequence[int]):
         self._n_inputs, self._calls, self._outputs = n_inputs, tuple(calls), tuple(outputs)
         last = {value: i for i, call in enumerate(calls) for value in call.inputs}
-        self._dead = [
-            [v for v in dict.fromkeys(call.inputs) if last[v] == i and v not in outputs] for i, call in enumerate(calls)
-        ]
+        made, self._dead = n_inputs, []  # the values that nobody needs after each call
+        for i, call in enumerate(calls):
+            own = range(made, made + call.container.n_outputs)
+            made = own.stop
+            ended = dict.fromkeys((*call.inputs, *own))
+            self._dead.append([v for v in ended if last.get(v, i) == i and v not in outputs])
 
     @property
     def n_calls(self) -> int:
@@ -120,10 +124,9 @@ class CudaChain:
         """One call of the method. Raises ``RuntimeError`` with what the call that failed says."""
         values: list[torch.Tensor | None] = list(inputs)
         for call, dead in zip(self._calls, self._dead):
-            made = call.container.run([values[v] for v in call.inputs])
+            values += call.container.run([values[v] for v in call.inputs])
             for v in dead:  # its memory serves what comes next
                 values[v] = None
-            values += made
         return [values[v] for v in self._outputs]
 
 

@@ -1,9 +1,11 @@
 """One block at a time: what cannot be compiled is named, native code holds no weights, and what it needs is there."""
 
+import gc
 import os
 import re
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -35,6 +37,7 @@ from eyas.lowering.cpu_kernels import build_libraries, c_shims, defined_symbols,
 from eyas.lowering.lower import Lowering, Request
 from eyas.passes.outline_blocks import OutlineBlocks
 from eyas.passes.program import Block, Program
+from eyas.runtime.cuda_native import CudaContainer, handles_of, tensors_of
 from eyas.runtime.native import Container, Host, Tensor
 from eyas.runtime.payload import name_of
 
@@ -387,6 +390,36 @@ def test_a_block_that_needs_torch_gets_it(shared):
     for rows in (slice(None), slice(2, 3)):
         (got,) = run(made[key], source, Host.torch(), constants, X[rows], POSITIONS[rows])
         np.testing.assert_allclose(got, want[rows].numpy(), rtol=1e-6)
+
+
+class ByTorch(CudaContainer):
+    """Code that runs on torch's tensors, as on a card, but on the host."""
+
+    device = b"cpu"
+
+    def run(self, inputs):
+        return tensors_of(self.run_handles(handles_of(inputs)))
+
+
+def test_a_block_runs_on_tensors_of_torch(shared):
+    """The way of a card's blocks: handles of torch's tensors go in and come out, and none is lost."""
+    constants = {"large": randn(WIDTH, 100)}
+    source = program(needs_torch, **constants)
+    _, made, _ = compile_program(source, shared)
+    (one,) = made.values()
+    container = ByTorch(one.code)
+    assert set(container.constants) == set(one.constants)
+    container.bind(dict.fromkeys(container.constants, constants["large"]))
+    want = method(needs_torch, **constants).module()(X, POSITIONS)
+    for rows in (slice(None), slice(2, 3)):
+        (got,) = container.run([X[rows], POSITIONS[rows]])
+        torch.testing.assert_close(got, want[rows], rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="needs constants that the program does not have: constant_0"):
+        container.bind({})
+    held = weakref.ref(got)
+    del got, container
+    gc.collect()
+    assert held() is None
 
 
 def test_a_block_that_does_not_runs_without(compiled, shared):

@@ -52,6 +52,11 @@ def describe(artifact, buffers: bool = False, matrices: bool = False) -> Iterato
     for note in m["draft"]["notes"]:
         yield f"draft       {note}"
     yield f"device      {device['type']}, {device['architecture']}, {' '.join(device['cpu_features'])}"
+    if device["type"] == "cuda":
+        yield (
+            f"card        {device['name']}, capability {device['capability']}, CUDA {device['cuda']}, up to "
+            f"{device['shared_memory']} bytes of shared memory a program"
+        )
     yield "made with   " + ", ".join(f"{name} {value}" for name, value in versions.items() if value)
     yield f"pipeline    {m['pipeline']}"
     for name, facts in m["files"].items():

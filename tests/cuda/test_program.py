@@ -1,0 +1,127 @@
+"""A tiny program on the card: lowered there, loaded, and decoded with and without CUDA graphs."""
+
+import json
+import shutil
+from contextlib import nullcontext
+
+import pytest
+import torch
+from card import GPU
+
+if not GPU:
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from eyas.lowering.lower import Request, lower
+from eyas.runtime.artifact import MANIFEST, Artifact, ArtifactError
+from eyas.runtime.container_files import ContainerError
+from eyas.runtime.decoding import positions, tokens
+from eyas.runtime.session import open_decoder
+from eyas.tools.bench_program import OracleDecoder
+
+LENGTH, WINDOW = 64, 8
+PROMPT_LENGTHS = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 2 * WINDOW + 1, 40, LENGTH - 1)
+
+
+class Quiet:
+    """Progress that nobody looks at."""
+
+    def stage(self, name):
+        return nullcontext()
+
+    def note(self, text):
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("program")
+    request = Request("tiny_gemma3_wide", root / "tiny", draft="untrained", device="cuda", max_seq_len=LENGTH)
+    return lower(request, Quiet()).path
+
+
+@pytest.fixture(scope="module")
+def program(folder):
+    return Artifact.open(folder).load()
+
+
+def prompt(length):
+    return [2, *((7919 * i + 13) % 128 for i in range(length - 1))]
+
+
+def text(decoder, ids, **options):
+    return [t for block in decoder.generate(ids, LENGTH, (), **options) for t in block]
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_texts_are_the_same_with_graphs_without_and_for_every_chain(program, length):
+    ids = prompt(length)
+    want = text(open_decoder(program, "greedy", graphs=False), ids)
+    assert len(want) == LENGTH - length and text(open_decoder(program, "greedy"), ids) == want
+    decoder, eager, oracle = open_decoder(program, "speculative"), open_decoder(program, "speculative", False), None
+    for chain in range(1, decoder.max_chain + 1):
+        assert text(decoder, ids, chain=chain) == want, chain
+    for chain in (1, 4):
+        assert text(eager, ids, chain=chain) == want
+        oracle = OracleDecoder(program)
+        oracle.text = [*ids, *want]
+        assert text(oracle, ids, chain=chain) == want
+        assert length > 32 or oracle.statistics.tau > 1.2, "a window that rejected drafts have wrapped"
+
+
+def test_rows_have_the_bits_that_they_have_alone(program):
+    verify, ids = program.method("target_verify"), prompt(30)
+
+    def rows(step):
+        program.reset()
+        parts = [
+            verify(tokens(ids[i : i + step]), positions(i, len(ids[i : i + step]))) for i in range(0, len(ids), step)
+        ]
+        return [torch.cat([part[k].value for part in parts], 1) for k in range(2)]
+
+    alone = rows(1)
+    for step in range(2, 9):
+        assert all(torch.equal(a, b) for a, b in zip(alone, rows(step))), step
+
+
+def test_two_programs_have_states_of_their_own(folder, program):
+    other = Artifact.open(folder).load()
+    want = text(open_decoder(program, "speculative"), prompt(9), chain=3)
+    first = open_decoder(program, "speculative").generate(prompt(9), LENGTH, (), 3)
+    second = open_decoder(other, "speculative").generate(prompt(20), LENGTH, (), 3)
+    got, turns = [], [first, second]
+    while first in turns:
+        for turn in list(turns):
+            block = next(turn, None)
+            if block is None:
+                turns.remove(turn)
+            elif turn is first:
+                got += block
+    assert got == want
+
+
+def test_another_card_and_a_file_cut_short(folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["device"]["capability"] = "8.0"
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match=r"is a program for cuda, and it was lowered for capability 8\.0"):
+        Artifact.open(copy)
+    shutil.copy(folder / MANIFEST, copy / MANIFEST)
+    data = (copy / "model.ptd").read_bytes()
+    (copy / "model.ptd").write_bytes(data[:-4096])
+    with pytest.raises(ArtifactError, match=r"model\.ptd has"):
+        Artifact.open(copy)
+
+
+def test_a_card_without_room(folder):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(1e-9)
+    try:
+        with pytest.raises(ContainerError, match="the card has no room for"):
+            Artifact.open(folder).load()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
