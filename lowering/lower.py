@@ -301,7 +301,7 @@ class Lowering:
             refuse_strided_constants(ep)
         names = tuple(name for name, buffer in program.sharing.items() if buffer.readers or buffer.writers)
         sharing = [buffer_json(program.sharing[name]) for name in names]
-        derived = {name: program.derived[name] for name in names if name in program.derived}
+        derived = made_from(names, program.derived)
         passes = [{"pass": r.spec, "rewrites": r.rewrites, "nodes": r.nodes_after} for r in self.report.passes]
         plan = Plan(names, derived, sharing, {}, {}, passes)
         with self.stage("write data"):
@@ -550,6 +550,18 @@ def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
 
 
+def made_from(names: Iterable[str], derived: Mapping[str, Derived]) -> dict[str, Derived]:
+    """How those of some constants that passes derived are made, and whatever they are made from that is derived too."""
+    found: dict[str, Derived] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in derived and name not in found:
+            found[name] = derived[name]
+            waiting += derived[name].sources
+    return found
+
+
 class Constants(Mapping):
     """A program's constants out of a model's: those that passes had derived are made when asked for, and not kept."""
 
@@ -557,7 +569,7 @@ class Constants(Mapping):
         self.given, self.derived = given, derived
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.derived[name].compute(self.given) if name in self.derived else self.given[name]
+        return self.derived[name].compute(self) if name in self.derived else self.given[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self.given, **self.derived})

@@ -8,7 +8,7 @@ OPTIMISE: dict[str, str] = {
     "cpu": "remove_noop,split_copy_to_slice,midm_sdpa,int4_smallm,dead_code,materialize_tables",
     # Without midm_sdpa, whose operator has no body there, and materialize_tables, which has none and gains nothing: a
     # few angles computed again in a kernel that waits for memory take no time.
-    "cuda": "remove_noop,split_copy_to_slice,splitk_sdpa,int4_smallm,dead_code",
+    "cuda": "remove_noop,split_copy_to_slice,splitk_sdpa,fuse_projections,int4_smallm,dead_code",
 }
 
 # What a program for the device cannot do without: rows that do not depend on each other, one storage a name, and native

@@ -13,6 +13,7 @@ from eyas.passes.base import Pass
 PASSES: dict[str, str] = {
     "dead_code": "eyas.passes.dead_code:DeadCode",
     "fragment_linear": "eyas.passes.fragment_linear:FragmentLinear",
+    "fuse_projections": "eyas.passes.fuse_projections:FuseProjections",
     "int4_smallm": "eyas.passes.int4_smallm:Int4Smallm",
     "masked_sdpa": "eyas.passes.masked_sdpa:MaskedSdpa",
     "materialize_tables": "eyas.passes.materialize_tables:MaterializeTables",

@@ -5,6 +5,8 @@ skips them.
 """
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,3 +17,14 @@ DEVICE = "cuda" if GPU else "cpu"
 if not GPU and not INTERPRETED:
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+def compiled(program: torch.export.ExportedProgram, inputs: tuple[torch.Tensor, ...], folder: Path) -> Callable:
+    """A program of one result as native code with its kernels in it, called as the runtime calls it."""
+    from eyas.runtime.cuda_native import CudaContainer
+
+    options = {"aot_inductor.embed_kernel_binary": True, "aot_inductor.output_path": str(folder)}
+    with torch.no_grad():
+        code = torch._inductor.aot_compile(program.module(), inputs, options=options)
+    container = CudaContainer(Path(code))
+    return lambda *tensors: container.run(tensors)[0]
