@@ -54,13 +54,14 @@ class FuseProjections(Pass):
         found = {method: groups(ep) for method, ep in program.methods.items()}
         written = {name for ep in program.methods.values() for name in mutated_buffers(ep)}
         readers = readers_of_constants(program)
+        nodes = {method: constant_nodes(ep) for method, ep in program.methods.items()}
         with ExitStack() as stack:
             edits = {method: stack.enter_context(Edits(ep)) for method, ep in program.methods.items()}
             for method, group in ((method, group) for method, all_ in found.items() for group in all_):
                 if reason := refuse(group, found, written, readers):
                     outcome.refusals.append(Refusal(method, source_line(group.nodes[0]), reason))
                     continue
-                rewrite(program, edits[method], group, values)
+                rewrite(program, edits[method], nodes[method], group, values)
                 outcome.rewrites += 1
         return outcome
 
@@ -85,7 +86,7 @@ def groups(ep: torch.export.ExportedProgram) -> list[Group]:
             continue
         if any(value is not None and value not in names for value in constants):
             continue
-        kinds = tuple(None if v is None else (v.meta["val"].dtype, v.meta["val"].shape[1:]) for v in constants)
+        kinds = tuple(None if value is None else value.meta["val"].dtype for value in constants)
         group_size = given(node, GROUP_SIZE) if node.target is eyas.int4_linear.default else None
         alike[node.target, given(node, 0), kinds, group_size].append(node)
     made = []
@@ -121,10 +122,11 @@ def concatenate(*parts: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def rewrite(program: Program, edits: Edits, group: Group, values: dict[str, Tensor]) -> None:
-    """One projection and its slices in the place of a group's. ``values``: the program's, gains what is fused."""
+def rewrite(program: Program, edits: Edits, nodes: dict[str, Node], group: Group, values: dict[str, Tensor]) -> None:
+    """One projection and its slices in the place of a group's. ``nodes``: placeholders of the method's constants;
+    ``values``: of the program's, gains what is fused.
+    """
     first, graph, types = group.nodes[0], edits.ep.graph, Types()
-    nodes = constant_nodes(edits.ep)
     fused = []
     for names in group.names:
         name = f"{names[0]}.fused"

@@ -93,6 +93,25 @@ def with_zero_points(one):
 
 
 @POSITIVE
+def several_groups_of_a_method(one):
+    def forward(m, x):
+        twice = x * 2
+        return project8(m, x, "q") + project8(m, x, "k"), project8(m, twice, "g") * project8(m, twice, "u")
+
+    program = rewrite(one, program_of(forward, X, **int8(q=8, k=8, g=16, u=16)), rewrites=2)
+    check(
+        program,
+        """
+        CHECK-LABEL: method forward
+        CHECK: i8[16,64] = buffer wq.fused
+        CHECK: i8[32,64] = buffer wg.fused
+        CHECK: f32[1,s0,16] = eyas.int8_linear.default(
+        CHECK: f32[1,s0,32] = eyas.int8_linear.default(
+        """,
+    )
+
+
+@POSITIVE
 def dense(one):
     program = program_of(lambda m, x: F.linear(x, m.a) + F.linear(x, m.b), X, a=randn(8, K), b=randn(8, K, seed=3))
     check(
@@ -144,6 +163,10 @@ NEAR = {
     "of different formats": (lambda m, x: project8(m, x, "q") + F.linear(x, m.a), {**int8(q=8), "a": randn(8, K)}),
     "group sizes": (lambda m, x: project4(m, x, "q") + project4(m, x, "k", 64),
                     {**int4(q=8), **int4(64, k=8)}),
+    "group sizes beyond the width": (lambda m, x: project4(m, x, "q", 64) + project4(m, x, "k", 128),
+                                     {**int4(64, q=8), **int4(64, k=8)}),
+    "scales of different types": (lambda m, x: project8(m, x, "q") + project8(m, x, "k"),
+                                  {**int8(q=8, k=8), "sk": torch.rand(8).half()}),
     "one with zero points": (lambda m, x: project4(m, x, "q") + project4(m, x, "k"),
                              {**int4(q=8), **int4(offsets=False, k=8)}),
     "with a bias": (lambda m, x: F.linear(x, m.a, m.c) + F.linear(x, m.b, m.c),
@@ -187,6 +210,17 @@ def test_a_method_that_reads_one_of_them_alone():
     assert record.rewrites == 0 and print_program(program) == before
     (refusal,) = record.refusals
     assert "its wk is also read by" in refusal.reason and "without the others of the group" in refusal.reason
+
+
+def test_methods_that_group_the_same_weights_otherwise():
+    pair = Function(lambda m, x: project8(m, x, "q") + project8(m, x, "k"), **int8(q=8, k=8))
+    three = Function(lambda m, x: project8(m, x, "q") + project8(m, x, "k") + project8(m, x, "v"), **int8(v=8))
+    for name in ("wq", "sq", "wk", "sk"):
+        three.register_buffer(name, getattr(pair, name))
+    program = Program({"pair": export(pair, X), "three": export(three, X)})
+    before = print_program(program)
+    record = apply(FuseProjections(), program)
+    assert record.rewrites == 0 and print_program(program) == before and len(record.refusals) == 2
 
 
 def test_constants_made_of_fused_ones_can_be_made_anew():

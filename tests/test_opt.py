@@ -121,7 +121,7 @@ def test_a_target_for_cuda_in_the_text_of_its_pipeline(capsys, tmp_path):
         r"""
         CHECK: {{^}}method target_verify where s0 in [1, 8]
         CHECK: bf16[1,s0,48] = eyas.fragment_int8_embedding.default
-        CHECK: bf16[s0,64] = eyas.fragment_int8_linear.default
+        CHECK: bf16[s0,128] = eyas.fragment_int8_linear.default
         CHECK: {{^}}buffers
         """,
     )
