@@ -10,7 +10,7 @@ float32 sums:
 
 so no weight is ever rounded. A warp has a tile of outputs and a split of the input width; the sums of the splits are
 added in their order, which is one for every number of rows, by elementwise additions that a compiler puts into the
-kernel of whatever reads the result.
+kernel of the elementwise operations that read the result.
 
 Dimensions: T tiles of outputs, U units of columns, R fragments of a unit, W warps, S splits, M rows of x, N outputs,
 K inputs.
