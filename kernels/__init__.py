@@ -26,3 +26,8 @@ def register_triton_operators() -> bool:
 CPU_OPERATORS = (
     "masked_sdpa", "materialize", "panel_linear", "panel_int8_linear", "panel_int4_linear", "sdpa_midm",
 )  # fmt: skip
+# operators with kernels of Triton's
+CUDA_OPERATORS = (
+    "fragment_int4_linear", "fragment_int4_matmul", "fragment_int8_linear", "fragment_int8_matmul",
+    "fragment_int8_embedding", "splitk_sdpa",
+)  # fmt: skip

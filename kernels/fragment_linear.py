@@ -26,12 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.kernels.int4_linear import unpack_nibbles
+from eyas.kernels.splitk_sdpa import MULTIPROCESSORS
 
 GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 16  # rows of x: what two fragments of the tensor core take
 UNIT_WEIGHTS = 1024  # weights of a unit: 32 threads x 4 words x 8
 TILE = 64  # outputs of a tile: what a warp has registers for
-MULTIPROCESSORS = 132  # of the card that layouts were chosen for; the bits depend on it
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ASM = not triton.knobs.runtime.interpret  # the interpreter knows no assembly, and has no bfloat16 products
 wrap = torch.library.wrap_triton if ASM else lambda kernel: kernel

@@ -1,14 +1,13 @@
 """Compiles blocks with AOTInductor for the CUDA card of this machine. The code needs torch's libraries to run."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
-from eyas.kernels import register_triton_operators
+from eyas.kernels import CUDA_OPERATORS, register_triton_operators
 from eyas.lowering.aoti_cpu import (
     OPTIONS,
     CompiledBlock,
@@ -25,11 +24,6 @@ from eyas.passes.program import Block
 
 # kernels travel in the library; products that no kernel of ours serves are cuBLAS's, without trying others
 CUDA_OPTIONS = {"aot_inductor.embed_kernel_binary": True, "max_autotune": False, "max_autotune_gemm": False}
-# with kernels of Triton's
-OPERATORS = (
-    "fragment_int4_linear", "fragment_int4_matmul", "fragment_int8_linear", "fragment_int8_matmul",
-    "fragment_int8_embedding", "splitk_sdpa",
-)  # fmt: skip
 
 
 def block_key(block: Block, host: str, cache: ContentCache) -> str:
@@ -45,7 +39,7 @@ def block_key(block: Block, host: str, cache: ContentCache) -> str:
 def refuse_without_body(ep: ExportedProgram) -> None:
     """Raises ``RuntimeError`` for an operator that has no kernel for cuda."""
     register_triton_operators()
-    known = [getattr(torch.ops.eyas, name).default for name in OPERATORS if hasattr(torch.ops.eyas, name)]
+    known = [getattr(torch.ops.eyas, name).default for name in CUDA_OPERATORS if hasattr(torch.ops.eyas, name)]
     refuse_operators(ep, known, "kernel for cuda")
 
 
@@ -62,11 +56,9 @@ def compile_block(block: Block, cache: ContentCache, host: str = "cuda", key: st
     return compile_once(cache, key or block_key(block, host, cache), compile_into)
 
 
-def run_inductor(
-    ep: ExportedProgram, folder: Path, move: Callable[[ExportedProgram, str], ExportedProgram] = move_to_device_pass
-) -> tuple[Path, list[str]]:
+def run_inductor(ep: ExportedProgram, folder: Path) -> tuple[Path, list[str]]:
     """The shared library, made in ``folder``, and the names of the constants that it needs."""
-    code, constants, others = aot_compile(move(ep, "cuda"), CUDA_OPTIONS, folder)
+    code, constants, others = aot_compile(move_to_device_pass(ep, "cuda"), CUDA_OPTIONS, folder)
     for file in others:
         if file.name.endswith("extern_kernel_nodes.json") and (left := json.loads(file.read_text())["nodes"]):
             names = ", ".join(sorted({node["node"]["target"] for node in left}))

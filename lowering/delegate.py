@@ -19,7 +19,7 @@ class NativeCode:
 
     def __init__(self, path: Path, host: Path | None, device: str = "cpu"):
         code = path.read_bytes()
-        self.backend = next(name for name, served in BACKENDS.items() if served == device)
+        self.backend = BACKENDS[device]
         self.key = hashlib.sha256(code).hexdigest() + "_so_blob"
         store = NamedDataStore()
         store.add_named_data(self.key, code, 1, None)

@@ -18,7 +18,7 @@ from eyas.runtime.payload import decode, storage_key
 
 FORMAT, FORMAT_VERSION = "eyas-artifact", 1
 MANIFEST, PROGRAM, DATA, TOKENIZER = "manifest.json", "model.pte", "model.ptd", "tokenizer.json"
-BACKENDS = {"CpuBackend": "cpu", "CudaBackend": "cuda"}
+BACKENDS = {"cpu": "CpuBackend", "cuda": "CudaBackend"}  # the delegate of each device
 HOST_KEY = "eyas_host"  # the program file's name for the host library's bytes
 
 
@@ -88,10 +88,9 @@ class Artifact:
 
     def _check_machine(self) -> None:
         device = self.manifest["device"]
-        if device["type"] not in BACKENDS.values():
+        if device["type"] not in BACKENDS:
             raise ArtifactError(
-                f"{self.path} was lowered for {device['type']}; this runtime runs programs for "
-                f"{', '.join(BACKENDS.values())}"
+                f"{self.path} was lowered for {device['type']}; this runtime runs programs for {', '.join(BACKENDS)}"
             )
         if device["architecture"] != platform.machine():
             raise ArtifactError(
@@ -272,10 +271,10 @@ class Program:
 
     def _call(self, file: ProgramFile, spec: MethodSpec, call: DelegateCall, folder: Path) -> Container:
         """The native code of one call, with its constants; code that several calls share is loaded once."""
-        if BACKENDS.get(call.backend) != self.device:
+        if call.backend != BACKENDS[self.device]:
             raise ArtifactError(
                 f"method {spec.name!r} is for the delegate {call.backend!r}; a program for {self.device} has "
-                f"{next(name for name, device in BACKENDS.items() if device == self.device)}"
+                f"{BACKENDS[self.device]}"
             )
         try:
             key, constants = decode(call.payload)

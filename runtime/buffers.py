@@ -18,10 +18,12 @@ class BufferPool:
     that memory, so that the next read sees the file's initial values again.
     """
 
-    def __init__(self, host: Host, path: Path, mutable: Iterable[str]):
+    in_place = True  # tensors are the mapping's own memory
+
+    def __init__(self, host: Host | None, path: Path, mutable: Iterable[str]):
         """``mutable``: storage keys of the buffers that some method writes."""
         self._host = host
-        self._file = DataFile(path, writable=True)
+        self._file = DataFile(path, writable=self.in_place)
         self._tensors: dict[str, tuple[Constant, Tensor]] = {}
         self._mutable = frozenset(mutable)
         unknown = self._mutable - set(self._file.entries)
@@ -40,15 +42,23 @@ class BufferPool:
             return tensor
         if constant.dtype not in NAMES:
             raise ContainerError(f"constant {name_of(key)!r} has scalar type {constant.dtype}, which is not supported")
-        kind = np.dtype(DTYPES[NAMES[constant.dtype]][1])
-        data = self._file.bytes_of(key)
-        if len(data) != constant.nbytes:
-            raise ContainerError(f"{key} has {len(data)} bytes, its method expects {constant.nbytes}")
-        steps = tuple(step * kind.itemsize for step in constant.strides)
-        array = np.ndarray(constant.sizes, kind, data, constant.offset * kind.itemsize, steps)
-        tensor = Tensor.of(self._host, array, NAMES[constant.dtype])
+        size = len(self._file.bytes_of(key))
+        if size != constant.nbytes:
+            raise ContainerError(f"{key} has {size} bytes, its method expects {constant.nbytes}")
+        tensor = self._make(constant)
         self._tensors[key] = constant, tensor
         return tensor
+
+    def _make(self, constant: Constant) -> Tensor:
+        """The tensor over an entry that fits the constant."""
+        return Tensor.of(self._host, self._values(constant), NAMES[constant.dtype])
+
+    def _values(self, constant: Constant) -> np.ndarray:
+        """What the file holds of a constant, not a copy."""
+        kind = np.dtype(DTYPES[NAMES[constant.dtype]][1])
+        steps = tuple(step * kind.itemsize for step in constant.strides)
+        data = self._file.bytes_of(constant.storage_key)
+        return np.ndarray(constant.sizes, kind, data, constant.offset * kind.itemsize, steps)
 
     def reset(self) -> None:
         """Gives every mutable buffer its initial values back."""

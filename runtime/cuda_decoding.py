@@ -137,8 +137,6 @@ class OnCard:
 
     def _round(self, anchor: int, position: int, chain: int) -> list[int]:
         """One round. Its time counts as that of verify: the card does not say where a graph spends it."""
-        if chain == 0 or self._seeded is None:
-            chain, self._seeded = 0, None  # the draft's cache has a gap from here on
         self._proposed = chain
         start = perf_counter()
         block = self.rounds.run(chain)

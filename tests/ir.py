@@ -144,6 +144,15 @@ def assert_equal(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b), (a, b)
 
 
+def assert_derived(program: Program, before: dict[str, Tensor], suffix: str) -> None:
+    """Every packed constant can be made again, to the bit, from the constants of the program as it was."""
+    packed = {name: value for name, value in program.constants().items() if name not in before}
+    assert packed and packed.keys() == program.derived.keys()
+    for name, value in packed.items():
+        assert name.endswith(suffix) and not value.requires_grad
+        assert_equal([program.derived[name].compute(before)], [value])
+
+
 def assert_close(got: Iterable[Tensor], expected: Iterable[Tensor], atol: float) -> None:
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=atol, rtol=0)
