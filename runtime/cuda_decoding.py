@@ -1,12 +1,13 @@
 """Decoding on a CUDA card: a round, from the first proposal to the next one, is one CUDA graph.
 
-Tokens, positions and proposals stay on the card. The host learns a round's tokens from a copy that the graph makes. All
-K + 1 rows of a window reseed the draft, so that shapes do not depend on how many proposals were right; rows after the
-last right one are overwritten by the next round before anything reads them.
+Tokens, positions and proposals stay on the card, so that a round can be started before the host has read the one
+before: the card does not wait for the host. All K + 1 rows of a window reseed the draft, so that shapes do not depend
+on how many proposals were right; rows after the last right one are overwritten by the next round before anything reads
+them.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 
 import torch
@@ -34,31 +35,47 @@ class Rounds:
         )
         self.g = torch.zeros(1, 1, self.draft.spec.inputs[1].sizes[2], dtype=torch.bfloat16, device=device)
         self.window = torch.arange(most + 1, device=device)
-        # what the host reads: how many proposals were right, and the tokens after each row
+        # how many proposals were right, and the tokens after each row; what the host reads of two rounds
         self._result = torch.zeros(most + 2, dtype=torch.int64, device=device)
-        self._copy = torch.zeros(most + 2, dtype=torch.int64, pin_memory=device == "cuda")
+        self._copies = [torch.zeros(most + 2, dtype=torch.int64, pin_memory=device == "cuda") for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if device == "cuda" else None
+        self._started = self._read = 0  # rounds
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._stream = torch.cuda.Stream() if device == "cuda" else None
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Has calls run on the rounds' stream, and waits for them at the end."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
+    def _on_stream(self) -> AbstractContextManager[object]:
+        """Has calls run on the rounds' stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Returns when the card has done all that was started."""
+        if self._stream is not None:
             self._stream.synchronize()
 
-    def run(self, chain: int) -> list[int]:
-        """One round of ``chain`` proposals: the tokens that follow the anchor, which moves to the last of them."""
+    @property
+    def pending(self) -> int:
+        """Rounds that were started and not read: at most two."""
+        return self._started - self._read
+
+    def start(self, chain: int) -> None:
+        """Starts a round of ``chain`` proposals."""
         with self._on_stream():
             if self.graphs:
                 self._graph(chain).replay()
             else:
                 self._round(chain)
-        found = self._copy.tolist()
+            self._copies[self._started % 2].copy_(self._result, non_blocking=True)
+            if self._copied is not None:
+                self._copied[self._started % 2].record()
+        self._started += 1
+
+    def read(self) -> list[int]:
+        """The tokens of the first round that was not read, which follow its anchor; the last one is the next anchor."""
+        if self._copied is not None:
+            self._copied[self._read % 2].synchronize()
+        found = self._copies[self._read % 2].tolist()
+        self._read += 1
         return found[1 : found[0] + 2]
 
     def prepare(self, chain: int) -> bool:
@@ -72,6 +89,7 @@ class Rounds:
             if first:
                 self._round(chain)
             self._graph(chain)
+        self.wait()
         return first
 
     def _graph(self, chain: int) -> torch.cuda.CUDAGraph:
@@ -101,12 +119,13 @@ class Rounds:
         self.position.add_(right + 1)
         self._result[:1].copy_(right)
         self._result[1 : chain + 2].copy_(ids[0])
-        self._copy.copy_(self._result, non_blocking=True)
 
-    def start(self, anchor: int, position: int, seeded: tuple[int, CudaTensor] | None) -> None:
+    def begin(self, anchor: int, position: int, seeded: tuple[int, CudaTensor] | None) -> None:
         """Where a generation's rounds begin. ``seeded``: the first proposal, and what it came from."""
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()
+        self.wait()
+        self._read = self._started
         with self._on_stream():
             self.anchor.fill_(anchor)
             self.position.fill_(position)
@@ -114,6 +133,7 @@ class Rounds:
                 first, g = seeded
                 self.first.fill_(first)
                 self.g.copy_(g.value)
+        self.wait()
 
 
 class OnCard:
@@ -128,18 +148,26 @@ class OnCard:
         super().__init__(program)
         self.rounds = Rounds(program, graphs, device)
 
+    def _generate(self, *args: object) -> Iterator[list[int]]:
+        try:
+            yield from super()._generate(*args)
+        finally:
+            self.rounds.wait()  # a stop id may have left a round that nobody will read
+
     def _prefill(self, ids: Sequence[int], chain: int) -> int:
         if self.rounds.prepare(chain):
             self.program.buffers.reset()
         following = super()._prefill(ids, chain)
-        self.rounds.start(following, len(ids), self._seeded)
+        self.rounds.begin(following, len(ids), self._seeded)
         return following
 
-    def _round(self, anchor: int, position: int, chain: int) -> list[int]:
+    def _round(self, anchor: int, position: int, chain: int, alike: bool) -> list[int]:
         """One round. Its time counts as that of verify: the card does not say where a graph spends it."""
         self._proposed = chain
         start = perf_counter()
-        block = self.rounds.run(chain)
+        for _ in range(self.rounds.pending, 1 + alike):
+            self.rounds.start(chain)
+        block = self.rounds.read()
         self.statistics.verify_seconds += perf_counter() - start
         return block
 

@@ -14,35 +14,79 @@ from eyas.runtime.native import NAMES, Call
 from eyas.runtime.payload import Constant, name_of
 
 
+class Upload:
+    """Copies bytes of the host to the card in pieces: one is put into pinned memory while the one before crosses."""
+
+    PIECE = 1 << 24
+
+    def __init__(self):
+        self._pieces = [torch.empty(self.PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._crossed = [torch.cuda.Event() for _ in range(2)]
+        self._turn = 0
+
+    def copy(self, source: np.ndarray, target: torch.Tensor) -> None:
+        """``source``: uint8 ``[N]``; ``target``: uint8 ``[N]`` on the card, complete once its stream is."""
+        for start in range(0, len(source), self.PIECE):
+            part = source[start : start + self.PIECE]
+            piece, crossed = self._pieces[self._turn], self._crossed[self._turn]
+            crossed.synchronize()
+            np.copyto(piece.numpy()[: len(part)], part)
+            target[start : start + len(part)].copy_(piece[: len(part)], non_blocking=True)
+            crossed.record()
+            self._turn = 1 - self._turn
+
+
 class CudaBufferPool(BufferPool):
-    """Tensors on the card, by storage key: each entry of the data file that a method asks for is copied there once."""
+    """The data file's tensors on the card, by storage key: one allocation, laid out as the file is. Buffers that start
+    as zeros are not copied there.
+    """
 
     in_place = False
 
     def __init__(self, path: Path, mutable: Iterable[str]):
-        super().__init__(None, path, mutable)
-
-    def _make(self, constant: Constant) -> torch.Tensor:
         """Raises ``ContainerError`` where the card has no room."""
+        super().__init__(None, path, mutable)
+        self._first = min((offset for offset, _ in self._file.entries.values()), default=0)
+        size = max((offset + size for offset, size in self._file.entries.values()), default=0) - self._first
         try:
-            return self._initial(constant).cuda()
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cuda")
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info()
-            whole = sum(size for _, size in self._file.entries.values())
             raise ContainerError(
-                f"the card has no room for {name_of(constant.storage_key)!r}: {constant.nbytes} bytes, {free} of "
-                f"{total} are free; the program's weights and caches take {whole}"
+                f"the card has no room for the program's weights and caches: they take {size} bytes, {free} of {total} "
+                f"are free"
             ) from error
+        self._zeros = {key for key in self._mutable if not self._bytes(key).any()}
+        self._fill(self._file.entries)
 
-    def _initial(self, constant: Constant) -> torch.Tensor:
-        """A constant's values on the host, in memory of their own."""
-        return tensor_of(self._values(constant).copy(), NAMES[constant.dtype])
+    def _bytes(self, key: str) -> np.ndarray:
+        """What the file holds of an entry, uint8, not a copy."""
+        return np.frombuffer(self._file.bytes_of(key), np.uint8)
+
+    def _on_card(self, key: str) -> torch.Tensor:
+        """An entry's bytes on the card."""
+        offset, size = self._file.entries[key]
+        return self._memory[offset - self._first : offset - self._first + size]
+
+    def _fill(self, keys: Iterable[str]) -> None:
+        """Gives entries their initial values."""
+        upload = None
+        for key in keys:
+            if key in self._zeros:
+                self._on_card(key).zero_()
+                continue
+            upload = upload or Upload()
+            upload.copy(self._bytes(key), self._on_card(key))
+        torch.cuda.current_stream().synchronize()  # the pieces are let go; other streams may read
+
+    def _make(self, constant: Constant) -> torch.Tensor:
+        values = self._on_card(constant.storage_key).view(getattr(torch, NAMES[constant.dtype]))
+        return values.as_strided(constant.sizes, constant.strides, values.storage_offset() + constant.offset)
 
     def reset(self) -> None:
-        """Gives every mutable buffer its initial values back."""
-        for key in self._mutable & set(self._tensors):
-            constant, tensor = self._tensors[key]
-            tensor.copy_(self._initial(constant))
+        """Gives every mutable buffer its initial values back, after all that the card was asked to do before."""
+        torch.cuda.synchronize()
+        self._fill(self._mutable)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """A copy of every buffer by its name; for tests and tools."""

@@ -68,10 +68,12 @@ class GreedyDecoder:
                 )
             start = perf_counter()
             # the anchor is the last token of the text: not in the target's cache yet
-            block = self._round(
-                block[-1], text_length - 1, self._chain_for(chain, text_length, budget - stats.new_tokens)
-            )
-            emitted = len(self._clip(block, stop, budget - stats.new_tokens))
+            room = budget - stats.new_tokens
+            proposals = self._chain_for(chain, text_length, room)
+            most = proposals + 1  # tokens of this round
+            alike = room > most and self._chain_for(chain, text_length + most, room - most) == proposals
+            block = self._round(block[-1], text_length - 1, proposals, alike)
+            emitted = len(self._clip(block, stop, room))
             stats.record(self._proposed, len(block) - 1, emitted)
             stats.decode_seconds += perf_counter() - start
 
@@ -114,8 +116,10 @@ class GreedyDecoder:
         """Proposals of the next round."""
         return 0
 
-    def _round(self, anchor: int, position: int, chain: int) -> list[int]:
-        """One round: the tokens that follow the anchor."""
+    def _round(self, anchor: int, position: int, chain: int, alike: bool) -> list[int]:
+        """One round: the tokens that follow the anchor. ``alike``: unless a stop id ends the text, another round of as
+        many proposals follows, whatever this one gives.
+        """
         self._proposed = 0
         start = perf_counter()
         ids, _ = self.verify(tokens([anchor]), positions(position, 1))
@@ -173,9 +177,9 @@ class SpeculativeDecoder(GreedyDecoder):
             ids, g = self.draft(tokens(part), rows, positions(start + at, len(part)))
         self._seeded = int(ids.array[0, -1]), g.part(np.s_[:, -1:])
 
-    def _round(self, anchor: int, position: int, chain: int) -> list[int]:
+    def _round(self, anchor: int, position: int, chain: int, alike: bool) -> list[int]:
         if chain == 0 or self._seeded is None:
-            block = super()._round(anchor, position, 0)
+            block = super()._round(anchor, position, 0, alike)
             self._seeded = None  # the draft's cache has a gap from here on
             return block
         self._proposed = chain

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.runtime.cuda_decoding import CudaGreedyDecoder, CudaSpeculativeDecoder
+from eyas.runtime.cuda_decoding import CudaGreedyDecoder, CudaSpeculativeDecoder, Rounds
 from eyas.runtime.cuda_native import CudaTensor
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder
 
@@ -156,6 +156,35 @@ def test_a_text_ends_at_a_stop_id_and_the_next_one_starts_afresh():
         assert text(decoder, ids, stop=[stop], chain=4) == want and decoder.statistics.finished == "stop"
         assert text(greedy, ids, stop=[stop]) == want
         assert text(decoder, ids, new=3, chain=4) == whole[:3]
+
+
+def test_rounds_are_started_before_those_before_them_are_read(monkeypatch):
+    """Where another one follows whatever the first gives; a round that nobody reads follows a stop id alone."""
+    program, events = Toy("at times"), []
+
+    def noted(name):
+        real = getattr(Rounds, name)
+
+        def call(*args):
+            events.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(Rounds, name, call)
+
+    noted("start")
+    noted("read")
+    for decoder, options in (
+        (CudaGreedyDecoder(program, False, "cpu"), {}),
+        (CudaSpeculativeDecoder(program, False, "cpu"), {"chain": 3}),
+    ):
+        events.clear()
+        whole = text(decoder, prompt(5), new=25, **options)
+        assert events[:5] == ["start", "start", "read", "start", "read"]
+        assert events.count("start") == events.count("read") == decoder.statistics.rounds
+        events.clear()
+        assert text(decoder, prompt(5), new=25, stop=[whole[9]], **options) == whole[: whole.index(whole[9]) + 1]
+        assert events.count("start") - events.count("read") <= 1
+        assert text(decoder, prompt(5), new=25, **options) == whole, "what was left is nobody's"
 
 
 def test_two_decoders_take_turns():

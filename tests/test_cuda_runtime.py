@@ -11,7 +11,7 @@ from eyas.lowering.data_file import write_data_file
 from eyas.runtime import cuda_native
 from eyas.runtime.container_files import ContainerError
 from eyas.runtime.cuda_native import CudaChain, CudaTensor, check_card
-from eyas.runtime.cuda_program import CudaBufferPool, CudaMethod
+from eyas.runtime.cuda_program import CudaBufferPool, CudaMethod, Upload
 from eyas.runtime.native import Call
 from eyas.runtime.payload import Constant, storage_key
 
@@ -68,24 +68,50 @@ def constant(name, value):
 
 @pytest.fixture
 def pool(tmp_path, monkeypatch):
-    """(pool, its values by name), on the host: there the card's memory is the host's."""
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self.clone())
-    values = {"weight": torch.randn(3, 5), "cache": torch.zeros(4, 2).bfloat16()}
+    """(pool, its values by name), on the host: there the card's memory is the host's, and has been used before."""
+
+    def used(size, dtype, device=None, pin_memory=False):
+        return torch.full((size,), 77, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", used)
+    monkeypatch.setattr(torch.cuda, "Event", Crossing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(Upload, "PIECE", 32)
+    values = {"weight": torch.randn(3, 5), "cache": torch.zeros(4, 2).bfloat16(), "state": torch.randn(7)}
     keys = [(storage_key("cuda", name), value.nbytes) for name, value in values.items()]
     write_data_file(tmp_path / "model.ptd", keys, iter(values.values()))
-    return CudaBufferPool(tmp_path / "model.ptd", [storage_key("cuda", "cache")]), values
+    return CudaBufferPool(tmp_path / "model.ptd", [storage_key("cuda", name) for name in ("cache", "state")]), values
+
+
+class Crossing:
+    """An event that must not be waited for before it was recorded anew."""
+
+    def __init__(self):
+        self.calls = []
+
+    def record(self):
+        self.calls.append("record")
+
+    def synchronize(self):
+        assert self.calls[-1:] != ["synchronize"], "a piece is filled twice before it has crossed"
+        self.calls.append("synchronize")
 
 
 def test_each_entry_is_on_the_card_once(pool):
     buffers, values = pool
-    weight, cache = (buffers.tensor(constant(name, value)) for name, value in values.items())
-    assert torch.equal(weight, values["weight"]) and cache.dtype == torch.bfloat16
+    weight, cache, state = (buffers.tensor(constant(name, value)) for name, value in values.items())
+    for tensor, value in zip((weight, cache, state), values.values(), strict=True):
+        assert torch.equal(tensor, value) and tensor.dtype == value.dtype
+        assert tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr(), "one allocation"
     assert buffers.tensor(constant("weight", values["weight"])) is weight
-    assert buffers.nbytes == 60 + 16 and buffers.mutable_nbytes == 16 and set(buffers.arrays()) == set(values)
-    cache += 1
-    weight += 1
+    assert buffers.nbytes == 60 + 16 + 28 and buffers.mutable_nbytes == 16 + 28
+    assert set(buffers.arrays()) == set(values)
+    for tensor in (weight, cache, state):
+        tensor += 1
     buffers.reset()
-    assert not cache.any() and torch.equal(weight, values["weight"] + 1), "caches only"
+    assert not cache.any() and torch.equal(state, values["state"])
+    assert torch.equal(weight, values["weight"] + 1), "what no method writes stays"
 
 
 def test_entries_of_another_size_or_name(pool, tmp_path):
@@ -102,16 +128,14 @@ def test_entries_of_another_size_or_name(pool, tmp_path):
         CudaBufferPool(tmp_path / "model.ptd", [storage_key("cuda", "draft")])
 
 
-def test_a_card_that_is_full(pool, monkeypatch):
-    buffers, values = pool
-
-    def full(self):
+def test_a_card_that_is_full(pool, tmp_path, monkeypatch):
+    def full(*size, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(torch.Tensor, "cuda", full)
+    monkeypatch.setattr(torch, "empty", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 1000))
-    with pytest.raises(ContainerError, match=r"no room for 'weight': 60 bytes, 10 of 1000 are free; .* caches take 76"):
-        buffers.tensor(constant("weight", values["weight"]))
+    with pytest.raises(ContainerError, match=r"no room .* weights and caches: they take 8220 bytes, 10 of 1000 are"):
+        CudaBufferPool(tmp_path / "model.ptd", [])
 
 
 def test_what_a_card_must_be(monkeypatch):
