@@ -23,6 +23,7 @@ from eyas.lowering.content_cache import ContentCache, key_of
 from eyas.lowering.cpu_kernels import (
     LIBRARY,
     KernelLibraries,
+    are_built,
     build_libraries,
     c_shims,
     defined_symbols,
@@ -130,13 +131,23 @@ def compile_once(
     return find_compiled(cache, key, cached=False)
 
 
+def is_prepared(cache: ContentCache) -> bool:
+    """Whether ``prepare`` has been called for this machine and cache."""
+    return are_built(cache)
+
+
+def smallest_method() -> ExportedProgram:
+    """Something to compile for its side effects."""
+    with torch.no_grad():
+        return torch.export.export(torch.nn.Softplus(), (torch.zeros(16, 16),))
+
+
 def prepare(cache: ContentCache) -> None:
     """Has the libraries built, and the compiler make what it makes once: precompiled headers, which take it longer than
     a block does.
     """
     libraries = build_libraries(cache)
-    with torch.no_grad():
-        smallest = torch.export.export(torch.nn.Softplus(), (torch.zeros(16, 16),))
+    smallest = smallest_method()
     with inductor_environment(cache, libraries.folder), tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
         run_inductor(smallest, HOSTS["cpu"][0], libraries, Path(scratch))
 

@@ -1,6 +1,7 @@
 """Compiles blocks with AOTInductor for the CUDA card of this machine. The code needs torch's libraries to run."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -16,14 +17,23 @@ from eyas.lowering.aoti_cpu import (
     compile_once,
     inductor_environment,
     refuse_operators,
+    smallest_method,
 )
 from eyas.lowering.content_cache import ContentCache, key_of
 from eyas.lowering.environment import gpu, versions
 from eyas.passes.printer import print_method
 from eyas.passes.program import Block
 
-# kernels travel in the library; products that no kernel of ours serves are cuBLAS's, without trying others
-CUDA_OPTIONS = {"aot_inductor.embed_kernel_binary": True, "max_autotune": False, "max_autotune_gemm": False}
+CUDA_OPTIONS = {
+    "aot_inductor.embed_kernel_binary": True,  # kernels travel in the library
+    "max_autotune": False,  # products that no kernel of ours serves are cuBLAS's, without trying others
+    "max_autotune_gemm": False,
+    # the sums of a product's splits are added by all who read them, not by a kernel of its own
+    "realize_reads_threshold": 64,
+    "realize_opcount_threshold": 256,
+    "cpp.vec_isa_ok": False,  # no code for the host's vectors is written, and to ask what it has takes seconds
+}
+PREPARED = "compilers"  # kind of the cache's entries that say what the compiler has made once
 
 
 def block_key(block: Block, host: str, cache: ContentCache) -> str:
@@ -34,6 +44,25 @@ def block_key(block: Block, host: str, cache: ContentCache) -> str:
         print_method(block.program, "block"), block.n_constants, block.n_written, OPTIONS, CUDA_OPTIONS, host, gpu(),
         versions(), kernels, sources,
     )  # fmt: skip
+
+
+def prepared_key() -> str:
+    """What decides whether what the compiler makes once serves: versions, options and card."""
+    return key_of(versions(), OPTIONS, CUDA_OPTIONS, gpu())
+
+
+def is_prepared(cache: ContentCache) -> bool:
+    """Whether ``prepare`` has been called for this machine and cache."""
+    return cache.get(PREPARED, prepared_key()) is not None
+
+
+def prepare(cache: ContentCache) -> None:
+    """Has the compiler make what it makes once: precompiled headers and Triton's launcher. Raises ``ValueError``
+    without a card.
+    """
+    with inductor_environment(cache), tempfile.TemporaryDirectory(prefix="eyas-") as scratch:
+        run_inductor(smallest_method(), Path(scratch))
+    cache.put(PREPARED, prepared_key(), lambda folder: None)
 
 
 def refuse_without_body(ep: ExportedProgram) -> None:

@@ -21,19 +21,26 @@ import torch
 
 from eyas.lowering.aoti_cpu import HOSTS, CompiledBlock, find_compiled
 from eyas.lowering.content_cache import MAKING, ContentCache
-from eyas.lowering.cpu_kernels import are_built
 from eyas.passes.program import Block
 
 
 def compiler_for(host: str) -> ModuleType:
-    """The module that compiles for a host: ``aoti_cpu`` or ``aoti_cuda``, which have the same functions."""
-    device = next(device for device, hosts in HOSTS.items() if host in hosts)
+    """The module that compiles for a host."""
+    return compiler_of(next(device for device, hosts in HOSTS.items() if host in hosts))
+
+
+def compiler_of(device: str) -> ModuleType:
+    """``aoti_cpu`` or ``aoti_cuda``, which have the same functions."""
     return import_module(f"eyas.lowering.aoti_{device}")
 
 
 def default_jobs() -> int:
     """Compiler processes at a time: one a core that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# a process that compiles is one of as many as there are cores: it starts none of its own to compile kernels
+ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 class Worker:
@@ -47,7 +54,7 @@ class Worker:
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._messages, text=True,
-            start_new_session=True,
+            start_new_session=True, env=os.environ | ALONE,
         )  # fmt: skip
 
     def ask(self, job: Mapping[str, object]) -> None:
@@ -85,8 +92,8 @@ class Worker:
 class CompilePool:
     """Up to ``jobs`` processes that share a cache, for use in a ``with``: they end with it.
 
-    They start when there is something to compile, or at once where that is likely: on cpu where the cache knows nothing
-    of this machine, when libraries and headers are made ready meanwhile.
+    They start when there is something to compile, or at once where that is likely: where the cache knows nothing of
+    this machine, when libraries and headers are made ready meanwhile.
     """
 
     def __init__(self, cache: ContentCache, jobs: int, device: str = "cpu"):
@@ -97,8 +104,10 @@ class CompilePool:
         self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(jobs)
         self._ready: list[Future] = []
-        if device == "cpu" and not are_built(cache):
-            self._ready = [self._submit({"do": "prepare" if i == 0 else "start"}) for i in range(jobs)]
+        if not compiler_of(device).is_prepared(cache):
+            self._ready = [
+                self._submit({"do": "prepare" if i == 0 else "start", "device": device}) for i in range(jobs)
+            ]
 
     def __enter__(self) -> "CompilePool":
         return self

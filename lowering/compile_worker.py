@@ -19,8 +19,7 @@ def main() -> int:
         import torch._inductor.compile_fx  # seconds of work that need not wait for a job
 
         from eyas.kernels import register_triton_operators
-        from eyas.lowering.aoti_cpu import prepare
-        from eyas.lowering.compile_pool import compiler_for
+        from eyas.lowering.compile_pool import compiler_for, compiler_of
         from eyas.lowering.content_cache import ContentCache
         from eyas.passes.program import Block
 
@@ -31,7 +30,7 @@ def main() -> int:
             job = json.loads(line)
             try:
                 if job["do"] == "prepare":
-                    prepare(cache)
+                    compiler_of(job["device"]).prepare(cache)
                 elif job["do"] == "block":
                     if job["host"] == "cuda":
                         register_triton_operators()
