@@ -6,12 +6,25 @@ what it leaves half written in folders of the cache named ``MAKING`` and somethi
 
 import contextlib
 import json
+import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 
+def end_with(parent: int) -> None:
+    """Ends this process, and the compilers that it has started, when ``parent`` has ended, however it did."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(5)  # to remove its temporary files
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> int:
+    parent = os.getppid()
     cache_root, making, threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what a compiler prints is no answer
@@ -26,6 +39,8 @@ def main() -> int:
         torch.set_num_threads(threads)  # the compiler writes code for as many as there are
         cache = ContentCache(cache_root, making=making)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the compiler's temporary files are removed
+        if os.getpgid(0) == os.getpid():  # a group of its own
+            threading.Thread(target=end_with, args=(parent,), daemon=True).start()
         for line in sys.stdin:
             job = json.loads(line)
             try:

@@ -1,8 +1,10 @@
 """From a target and a draft head to an artifact: the whole of lowering, stage by stage."""
 
 import gc
+import glob
 import json
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -450,10 +452,17 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def making(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its place when the block ends well, and disappears when it does not."""
+    """A folder beside ``out`` that takes its place when the block ends well, and disappears when it does not. Those of
+    processes of this machine that were killed are removed first.
+    """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+    mine = f".{out.name}-{platform.node()}-"
+    for left in out.parent.glob(f"{glob.escape(mine)}*"):
+        owner = left.name.removeprefix(mine).partition("-")[0]
+        if owner.isdecimal() and not is_alive(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{mine}{os.getpid()}-", dir=out.parent) as scratch:
         folder = Path(scratch) / "new"
         folder.mkdir()
         yield folder
@@ -467,6 +476,17 @@ def making(out: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(out)
             raise
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this machine has not ended."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def open_draft(name: str, checkpoint: Checkpoint) -> DraftCheckpoint:

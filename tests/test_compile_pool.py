@@ -107,22 +107,30 @@ def test_what_a_process_says_of_a_failure_is_raised(own, tmp_path):
         worker.close()
 
 
-def test_processes_end_with_the_one_that_started_them(own):
-    """Also where that one is killed: their input ends."""
+@pytest.mark.parametrize("busy", [False, True])
+def test_processes_end_with_the_one_that_started_them(busy, own, tmp_path):
+    """Also where that one is killed: their input ends, and one with work to do looks for its parent."""
+    root = tmp_path if busy else own.root  # an empty cache: building the libraries takes a while
+    job = {"do": "prepare", "device": "cpu"}
     code = (
-        "import sys, time; from pathlib import Path\n"
+        "import json, sys, time; from pathlib import Path\n"
         "from eyas.lowering.compile_pool import Worker; from eyas.lowering.content_cache import ContentCache\n"
         "worker = Worker(ContentCache(Path(sys.argv[1]))); worker.ask({'do': 'start'})\n"
-        "print(worker._process.pid, flush=True); time.sleep(600)\n"
+        "print(worker._process.pid, flush=True)\n"
+        f"{busy} and worker.ask({job}); time.sleep(600)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(own.root)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
+    while busy and not list(root.glob("*/.making-*")):
+        time.sleep(0.1)
     parent.kill()
     parent.wait()
     for _ in range(100):
         if not is_running(pid):
+            assert not list(root.glob("*/.making-*"))
             return
         time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
     pytest.fail("a compiler process outlived the one that started it")
 
 

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -297,6 +298,25 @@ def test_a_stage_that_fails_leaves_what_was_there(stage, error, small, request_o
     assert {p.name for p in tmp_path.iterdir()} <= {"out", "cache"}
     assert {name.split("/")[0] for name in contents(tmp_path / "cache")} <= {"cpu_kernels", "inductor"}
     assert not list((tmp_path / "cache").rglob(".making*"))
+
+
+def test_what_a_killed_lowering_left_is_removed_by_the_next_one(tmp_path):
+    """Not what another process is making, nor what one of another machine may be."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    names = {
+        f".out-{platform.node()}-{ended.pid}-abc": False,
+        f".out-{platform.node()}-{os.getpid()}-abc": True,
+        f".out-elsewhere-{ended.pid}-abc": True,
+        f".other-{platform.node()}-{ended.pid}-abc": True,
+    }
+    for name in names:
+        (tmp_path / name / "new").mkdir(parents=True)
+    with lower_module.making(tmp_path / "out") as folder:
+        (folder / "manifest.json").write_text("{}")
+        (own,) = {p.name for p in tmp_path.iterdir()} - set(names)
+        assert own.startswith(f".out-{platform.node()}-{os.getpid()}-"), "the next one would know it"
+    assert {p.name for p in tmp_path.iterdir()} == {"out", *(name for name, stays in names.items() if stays)}
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -503,14 +506,19 @@ def test_places_that_cannot_be_written(place, tool, tmp_path):
     assert len(list(tmp_path.rglob("*"))) == 3
 
 
-def test_an_interrupted_lowering_leaves_nothing(tool, tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_lowering_leaves_nothing(by, tool, tmp_path, monkeypatch):
     def interrupt(*_):
-        raise KeyboardInterrupt
+        assert list(tmp_path.iterdir()), "it had begun"
+        os.kill(os.getpid(), {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}[by])
+        time.sleep(5)
 
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(lowering.Lowering, "write_program", interrupt)
     code, out, err = tool(lower, *LIKE_TINY, "-o", tmp_path / "out")
-    assert (code, out) == (130, "") and err.splitlines()[-1] == "interrupted; nothing half-written was left"
-    assert not list(tmp_path.iterdir())
+    want, word = {"Ctrl-C": (130, "interrupted"), "SIGTERM": (143, "terminated")}[by]
+    assert (code, out) == (want, "") and err.splitlines()[-1] == f"{word}; nothing half-written was left"
+    assert not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_lists(tool):
@@ -598,6 +606,192 @@ def test_identity_fails_where_a_token_differs(tiny, tool, monkeypatch):
     monkeypatch.setattr(SpeculativeDecoder, "_round", lambda self, *_: [5])
     code, out, _ = tool(bench, "identity", tiny.path, "--prompts", 1, "--new-tokens", 4, "--no-eager")
     assert code == 1 and "100%" not in out and "eager module" not in out
+
+
+def test_lengths_around_windows_and_chunks(tiny, tool, monkeypatch, tmp_path):
+    stats, options = tmp_path / "stats.json", ("--prompts", 1, "--new-tokens", 4, "--no-eager", "--lengths")
+    code, out, _ = tool(bench, "--stats-json", stats, "identity", tiny.path, *options)
+    found = json.loads(stats.read_text())["lengths"]
+    assert code == 0 and "greedy text, and that of K=1; K=4; K=7; oracle, K=4" in out
+    assert [(row["length"], row["new_tokens"]) for row in found] == [
+        (length, 64 - length) for length in (1, 2, 7, 8, 9, 15, 16, 17, 63)
+    ]  # fmt: skip
+    assert all(row["identical"] and not row["different"] for row in found)
+    assert all(2 < row["tau"] < 5 for row in found[:-1]), "a window that rejected drafts have wrapped"
+
+    speculate = SpeculativeDecoder._round
+
+    def wrong(self, anchor, position, chain, *rest):
+        block = speculate(self, anchor, position, chain, *rest)
+        return [block[0] ^ 1, *block[1:]] if (position, chain) == (16, 7) else block
+
+    monkeypatch.setattr(SpeculativeDecoder, "_round", wrong)
+    code, out, _ = tool(bench, "--stats-json", stats, "identity", tiny.path, *options)
+    figures = json.loads(stats.read_text())
+    different = {row["length"]: row["different"] for row in figures["lengths"] if not row["identical"]}
+    assert code == 1 and figures["ok"] is False and "NO: K=7" in out
+    assert different and all(names == ["K=7"] for names in different.values())
+
+
+def test_lengths_that_fit():
+    from eyas.tools.bench_identity import lengths_of
+
+    facts = {"get_sliding_window": 0, "get_max_prefill_chunk": 20, "get_max_seq_len": 100}
+    assert lengths_of(facts) == [1, 2, 9, 41, 99]
+    facts |= {"get_sliding_window": 50, "get_max_seq_len": 52}
+    assert lengths_of(facts) == [1, 2, 9, 41, 49, 50, 51]
+    assert lengths_of(facts | {"get_max_seq_len": 2}) == [1]
+
+
+def test_an_oracle_with_the_rounds_of_a_card():
+    """On the host; every accept length occurs, and what it is not told is the head's own."""
+    from test_cuda_decoding import LENGTH, MOST, Toy, prompt, text
+
+    from eyas.tools.oracle import CudaOracleDecoder, is_told
+
+    program, ids = Toy("always"), prompt(5)
+    decoder, want = CudaOracleDecoder(program, False, "cpu"), text(GreedyDecoder(program), ids)
+    decoder.text = [*ids, *want]
+    assert text(decoder, ids, chain=MOST) == want and set(decoder.statistics.accepted) == set(range(MOST + 1))
+    assert 1 < decoder.statistics.tau < MOST
+    decoder.text = []
+    assert text(decoder, ids, chain=MOST) == want and set(decoder.statistics.accepted) == {0}
+    assert 0.7 < sum(map(is_told, range(LENGTH))) / LENGTH < 0.9
+
+
+def test_prompts_are_many_and_different():
+    from eyas.tools.prompts import PROMPTS, TEXT, text_ids
+
+    assert len(set(PROMPTS)) == len(PROMPTS) >= 50 and all(PROMPTS)
+
+    class Letters:
+        def encode(self, text):
+            return [ord(c) for c in text]
+
+    assert text_ids(Letters(), len(TEXT) + 2) == [*map(ord, TEXT + TEXT[:2])] and text_ids(Letters(), 1) == [ord("A")]
+
+
+def test_bfloat16_sets_the_bound_for_a_program_of_a_card(tiny):
+    """The module in float32 and in bfloat16, on the host, beside the texts and logits of a program."""
+    import torch
+    from rich.console import Console
+
+    from eyas.tools import bench_identity as identity
+
+    artifact, program = Artifact.open(tiny.path), tiny.load()
+    ids = [2, 5, 6]
+    text = [t for block in GreedyDecoder(program).generate(ids, 20, ()) for t in block]
+    console = Console(record=True, width=200)
+    found = identity.eager_on_card(artifact, program, [ids], [text], console)
+    assert (found["eager_tokens"], found["eager_equal"], found["eager_within_bound"]) == (20, 20, True)
+    assert 0 < found["eager_bfloat16_difference"] < 1 and found["eager_largest_gap"] == 0
+    apart = found["logits_apart"]
+    assert list(apart) == ["eager, bfloat16", "artifact, calls of 1", "artifact, calls of 8"]
+    assert max(apart["artifact, calls of 1"], apart["artifact, calls of 8"]) < 1e-4 < apart["eager, bfloat16"]
+    assert "20 of 20 tokens equal" in console.export_text()
+
+    exact = identity.eager_module(artifact)
+    rounded = identity.in_bfloat16(exact, "tiny_gemma3")
+    assert {b.dtype for name, b in rounded.named_buffers() if name.endswith(("weight", "cache.k"))} == {torch.bfloat16}
+    assert rounded.norm.weight.dtype == torch.float32 and torch.equal(rounded.norm.weight, exact.norm.weight)
+    least = identity.logits_of(exact, [*ids, *text[:-1]])[len(ids) - 1 + 7].argmin()
+    wrong = identity.compare_rounded(exact, rounded, [ids], [[*text[:7], int(least), *text[8:]]])
+    assert wrong["eager_within_bound"] is False and wrong["eager_largest_gap"] > 2 * wrong["eager_bfloat16_difference"]
+
+
+def test_decoding_is_taken_apart(tiny, tool, tmp_path):
+    stats = tmp_path / "e2e.json"
+    options = "--context", 30, "--new-tokens", 8, "--repeats", 2, "--no-transformers"
+    code, out, err = tool(bench, "--stats-json", stats, "e2e", tiny.path, *options, "--chains", "4,2")
+    figures = json.loads(stats.read_text())
+    assert code == 0 and "30 tokens of context, 8 new ones, medians of 2" in out and "transformers" not in out
+    assert re.search(r"target_verify of 5 rows takes [\d.]+ times as long as one row; a draft step takes", out)
+    assert figures["ok"] and list(figures["decoding"]) == ["0", "2", "4"] and "decoding: " in err
+    for chain, row in figures["decoding"].items():
+        assert row["same"] and row["tokens_per_second"] > 0 and row["round_us"] > row["host_us"] > 0
+        assert row["tau"] == 1 and row["eta"] == pytest.approx(row["speed_up"]) and (chain != "0" or row["eta"] == 1)
+    for times in figures["phases"].values():
+        assert list(times) == [str(rows) for rows in range(1, 9)] and min(times.values()) > 0
+    assert "rounds" not in figures and "kernels" not in figures, "of a card alone"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--context", "60", "--new-tokens", "5"), "--context 60 and --new-tokens 5 do not fit: the program holds 64"),
+        (
+            ("--context", "0"),
+            "--context and --repeats must be at least 1 and --new-tokens at least 2, got 0, 3 and 256",
+        ),
+        (
+            ("--context", "8", "--new-tokens", "8", "--chains", "8"),
+            "--chains must lie in 1..7 for this artifact, got 8",
+        ),
+        (("--chains", "1,x"), "--chains takes comma-separated numbers of at least 1, got 'x'"),
+    ],
+)
+def test_decoding_that_cannot_be_measured(options, message, tiny, tool):
+    code, out, err = tool(bench, "e2e", tiny.path, *options)
+    assert (code, out) == (2, "") and one_line(err).startswith(message)
+
+
+def test_decoding_fails_where_a_text_differs(tiny, tool, monkeypatch):
+    monkeypatch.setattr(SpeculativeDecoder, "_round", lambda self, *_: [5])
+    options = "--context", 8, "--new-tokens", 6, "--repeats", 1, "--chains", 3
+    code, out, _ = tool(bench, "e2e", tiny.path, *options)
+    assert code == 1 and re.search(r"K=3 .* NO ", out)
+    assert "transformers is compared for gemma3_270m alone; the target of this artifact is tiny_gemma3" in out
+
+
+def test_a_peer_that_fails_is_a_line(monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    from rich.console import Console
+
+    from eyas.tools import bench_e2e
+
+    def peer_rate(model, ids, new_tokens, repeats, static):
+        if static:
+            raise RuntimeError("\n  no such kernel\n  and more")
+        return 100.0
+
+    def load_peer(dtype, device):
+        if device == "cpu":
+            raise FileNotFoundError("no checkpoint")
+        return "a model"
+
+    monkeypatch.setattr(bench_e2e, "load_peer", load_peer)
+    monkeypatch.setattr(bench_e2e, "peer_rate", peer_rate)
+    artifact = SimpleNamespace(manifest={"target": {"name": "gemma3_270m"}})
+    rest = [1], 8, 3, {0: 200.0, 4: 300.0}, bench_e2e.ConsoleProgress(), Console(width=120)
+    assert bench_e2e.bench_peers(artifact, "cuda", *rest) == {
+        "eager, bfloat16": 100.0, "static cache, compiled, bfloat16": "RuntimeError: no such kernel",
+    }  # fmt: skip
+    out = capsys.readouterr().out
+    assert "2.00x" in out and "3.00x" in out and "eyas, K=4" in out and "RuntimeError: no such kernel" in out
+    assert bench_e2e.bench_peers(artifact, "cpu", *rest) == {
+        f"eager, {kind}": "FileNotFoundError: no checkpoint" for kind in ("float32", "bfloat16")
+    }
+
+
+def test_kernels_of_a_trace():
+    """Overlapping ones count once as time in which any runs; what is not the card's is left out."""
+    from eyas.tools.bench_e2e import kernel_figures, spans_of
+
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "b", "ts": 10, "dur": 4},
+        {"ph": "X", "cat": "kernel", "name": "a", "ts": 0, "dur": 6},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 12, "dur": 4},
+        {"ph": "X", "cat": "kernel", "name": "a", "ts": 20, "dur": 2},
+        {"ph": "X", "cat": "kernel", "name": "c", "ts": 20, "dur": 1},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 9},
+        {"ph": "f", "cat": "ac2g", "name": "ac2g", "ts": 0},
+    ]
+    found = kernel_figures(spans_of({"traceEvents": events}), 2, 20.0)
+    assert (found["busy_us"], found["share"], found["calls"]) == (7.0, 0.35, 2.5)
+    assert found["kernels"][0] == {"name": "a", "us": 4.0, "calls": 1.0}
+    assert [kernel["name"] for kernel in found["kernels"]] == ["a", "b", "copy", "c"]
+    assert kernel_figures([], 2, 20.0)["kernels"] == []
 
 
 def test_kernels_are_timed(tool, monkeypatch):

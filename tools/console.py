@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -61,10 +62,38 @@ class ConsoleProgress:
         self.console.print(f"[{time.perf_counter() - self.start:6.1f} s] {text}", markup=False, soft_wrap=True)
 
 
-def run_tool(body: Callable[[], int]) -> int:
-    """Runs a tool's body. What the user can put right becomes one line and exit code 2; Ctrl-C becomes 130."""
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end, and does what it does on Ctrl-C."""
+
+
+@contextmanager
+def asked_to_end() -> Iterator[None]:
+    """Raises ``Terminated`` in the block when the process is sent SIGTERM, once."""
+
+    def terminate(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        return body()
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_tool(body: Callable[[], int]) -> int:
+    """Runs a tool's body. What the user can put right becomes one line and exit code 2; Ctrl-C becomes 130, SIGTERM
+    143.
+    """
+    try:
+        with asked_to_end():
+            return body()
+    except Terminated:
+        print("terminated; nothing half-written was left", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return 130
