@@ -7,8 +7,9 @@ from eyas.passes.registry import parse_pipeline
 OPTIMISE: dict[str, str] = {
     "cpu": "remove_noop,split_copy_to_slice,midm_sdpa,int4_smallm,dead_code,materialize_tables",
     # Without midm_sdpa, whose operator has no body there, and materialize_tables, which has none and gains nothing: a
-    # few angles computed again in a kernel that waits for memory take no time.
-    "cuda": "remove_noop,split_copy_to_slice,splitk_sdpa,fuse_projections,int4_smallm,dead_code",
+    # few angles computed again in a kernel that waits for memory take no time. split_argmax stands here alone: a row in
+    # one part keeps one processor of a card busy, and is no slower on a core.
+    "cuda": "remove_noop,split_copy_to_slice,splitk_sdpa,fuse_projections,int4_smallm,split_argmax,dead_code",
 }
 
 # What a program for the device cannot do without: rows that do not depend on each other, one storage a name, and native

@@ -22,6 +22,7 @@ PASSES: dict[str, str] = {
     "panel_linear": "eyas.passes.panel_linear:PanelLinear",
     "remove_noop": "eyas.passes.remove_noop:RemoveNoop",
     "share_buffers": "eyas.passes.share_buffers:ShareBuffers",
+    "split_argmax": "eyas.passes.split_argmax:SplitArgmax",
     "split_copy_to_slice": "eyas.passes.split_copy_to_slice:SplitCopyToSlice",
     "splitk_sdpa": "eyas.passes.splitk_sdpa:SplitkSdpa",
 }
