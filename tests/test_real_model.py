@@ -27,7 +27,9 @@ from eyas.runtime.artifact import Artifact
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder
 from eyas.runtime.session import open_tokenizer
 from eyas.tools import explain
-from eyas.tools.bench_program import OracleDecoder, compare_eager, eager_module, logits_of, open_model, tokenize
+from eyas.tools.bench_identity import compare_eager
+from eyas.tools.bench_program import eager_module, logits_of, open_model, tokenize
+from eyas.tools.oracle import OracleDecoder
 from eyas.tools.prompts import PROMPTS, TEXT
 
 

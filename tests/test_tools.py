@@ -131,7 +131,7 @@ def test_the_first_difference_is_shown(wrong, shown, tiny, tool, greedy, monkeyp
     ids, _ = greedy("t5", 9)
     calls, stats = [], tmp_path / "stats.json"
 
-    def broken(self, anchor, position, chain):
+    def broken(self, anchor, position, chain, alike):
         self._proposed = chain
         calls.append(position)
         return [wrong if len(calls) == 3 else ids[len(calls)]]
@@ -644,16 +644,22 @@ def test_lengths_that_fit():
 
 
 def test_an_oracle_with_the_rounds_of_a_card():
-    """On the host; every accept length occurs, and what it is not told is the head's own."""
+    """On the host: it accepts what the other oracle accepts, and what it is not told is the head's own."""
     from test_cuda_decoding import LENGTH, MOST, Toy, prompt, text
 
-    from eyas.tools.oracle import CudaOracleDecoder, is_told
+    from eyas.tools.oracle import CudaOracleDecoder, OracleDecoder, is_told
 
-    program, ids = Toy("always"), prompt(5)
-    decoder, want = CudaOracleDecoder(program, False, "cpu"), text(GreedyDecoder(program), ids)
-    decoder.text = [*ids, *want]
-    assert text(decoder, ids, chain=MOST) == want and set(decoder.statistics.accepted) == set(range(MOST + 1))
-    assert 1 < decoder.statistics.tau < MOST
+    program, accepted = Toy("always"), set()
+    decoder, plain = CudaOracleDecoder(program, False, "cpu"), OracleDecoder(program)
+    for length in (1, 5, 20):
+        ids = prompt(length)
+        want = text(GreedyDecoder(program), ids)
+        decoder.text = plain.text = [*ids, *want]
+        for chain in (1, 4, MOST):
+            assert text(decoder, ids, chain=chain) == text(plain, ids, chain=chain) == want
+            assert decoder.statistics.accepted == plain.statistics.accepted
+            accepted |= set(decoder.statistics.accepted)
+    assert accepted == set(range(MOST + 1))
     decoder.text = []
     assert text(decoder, ids, chain=MOST) == want and set(decoder.statistics.accepted) == {0}
     assert 0.7 < sum(map(is_told, range(LENGTH))) / LENGTH < 0.9

