@@ -11,7 +11,7 @@ from eyas.kernels import block, int4_linear, int8_linear, masked_sdpa, materiali
 
 __all__ = ["block", "int4_linear", "int8_linear", "masked_sdpa", "materialize", "panel_linear", "sdpa_midm"]
 
-TRITON_FILES = ("fragment_int8_linear", "fragment_linear", "splitk_sdpa")
+TRITON_FILES = ("fragment_bf16_linear", "fragment_int8_linear", "fragment_linear", "splitk_sdpa")
 
 
 def register_triton_operators() -> bool:
@@ -29,5 +29,5 @@ CPU_OPERATORS = (
 # operators with kernels of Triton's
 CUDA_OPERATORS = (
     "fragment_int4_linear", "fragment_int4_matmul", "fragment_int8_linear", "fragment_int8_matmul",
-    "fragment_int8_embedding", "splitk_sdpa",
+    "fragment_int8_embedding", "fragment_bf16_linear", "fragment_bf16_matmul", "fragment_bf16_embedding", "splitk_sdpa",
 )  # fmt: skip

@@ -202,7 +202,7 @@ def plan(out_features: int, in_features: int) -> Plan:
     return Plan(2, choose_splits(programs, units, 8, least=2), units=1, stages=4)
 
 
-def _checked(x: Tensor, words: Tensor) -> int:
+def checked_width(x: Tensor, words: Tensor) -> int:
     """K. Raises ``ValueError`` where the operands do not belong together."""
     k, units = x.shape[1], words.shape[1]
     if -(-k // COLUMNS) != units:
@@ -212,7 +212,7 @@ def _checked(x: Tensor, words: Tensor) -> int:
 
 def launch_int8_splits(x: Tensor, words: Tensor, scales: Tensor, out_features: int, max_rows: int = MAX_ROWS) -> Tensor:
     """The products of ``launch_int8_linear`` before the splits are added: float32 ``[S, M, out_features]``."""
-    k = _checked(x, words)
+    k = checked_width(x, words)
     x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k)
     parts = x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
     wrap(fragment_int8_kernel)[(-(-words.shape[0] // layout.tiles), layout.splits)](
@@ -237,7 +237,7 @@ def launch_int8_linear(x: Tensor, words: Tensor, scales: Tensor, out_features: i
 
 def launch_int8_matmul(x: Tensor, words: Tensor, scales: Tensor, out_features: int) -> Tensor:
     """``launch_int8_linear`` for many rows: the weight as bfloat16 numbers, then one matrix product."""
-    k = _checked(x, words)
+    k = checked_width(x, words)
     weight = x.new_empty((out_features, k))
     wrap(dequantize_int8_kernel)[(words.shape[0], triton.cdiv(words.shape[1], 8))](
         words, scales, weight, N=out_features, K=k, TILE=TILE, UNITS_AT_ONCE=8, ASM=ASM, num_warps=4,
@@ -283,7 +283,7 @@ def _(ids, words, scales, in_features, dtype):
 
 def reference(x: Tensor, words: Tensor, scales: Tensor, out_features: int) -> Tensor:
     """What the products compute, from the same operands, in float32: the implementation on cpu."""
-    w = dequantize(unpack_int8_fragments(words, out_features, _checked(x, words)), scales)
+    w = dequantize(unpack_int8_fragments(words, out_features, checked_width(x, words)), scales)
     return (x.float() @ w.T).to(x.dtype)
 
 

@@ -76,10 +76,12 @@ WORK: dict[object, Callable[[Sizes, Node], int]] = {
     aten.scaled_dot_product_attention: attention, own.masked_sdpa: attention, own.sdpa_midm: attention,
     # by name: those of Triton need not be registered
     "eyas.fragment_int4_linear": linear, "eyas.fragment_int4_matmul": linear, "eyas.fragment_int8_linear": linear,
-    "eyas.fragment_int8_matmul": linear, "eyas.splitk_sdpa": attention,
+    "eyas.fragment_int8_matmul": linear, "eyas.fragment_bf16_linear": linear, "eyas.fragment_bf16_matmul": linear,
+    "eyas.splitk_sdpa": attention,
 }  # fmt: skip
 LOOKUPS = {
     aten.embedding: 0, own.int8_embedding: 1, aten.index: 0, aten.index_select: 0, "eyas.fragment_int8_embedding": 1,
+    "eyas.fragment_bf16_embedding": 1,
 }  # fmt: skip
 WRITES = {aten.index_copy_: 3, aten.index_copy: 3, aten.index_put_: 2, aten.index_put: 2}
 FREE = (aten._assert_tensor_metadata,)

@@ -24,6 +24,8 @@ PACKED = (
     "eyas.panel_linear.default",
     "eyas.panel_int8_linear.default",
     "eyas.panel_int4_linear.default",
+    "eyas.fragment_bf16_linear.default",
+    "eyas.fragment_bf16_matmul.default",
     "eyas.fragment_int4_linear.default",
     "eyas.fragment_int4_matmul.default",
     "eyas.fragment_int8_linear.default",

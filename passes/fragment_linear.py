@@ -1,4 +1,4 @@
-"""Quantised linear layers on CUDA read weights as the tensor core's own fragments, packed once for all methods."""
+"""Linear layers on CUDA read weights as the tensor core's own fragments, packed once for all methods."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,13 +11,14 @@ from eyas.passes.base import Outcome, Pass
 from eyas.passes.packed_weights import Form, Use, packed_by, product, repack
 from eyas.passes.program import Derived, Program, given
 
-eyas = torch.ops.eyas
+aten, eyas = torch.ops.aten, torch.ops.eyas
+BF16 = "eyas.kernels.fragment_bf16_linear"
 INT4, INT8 = "eyas.kernels.fragment_linear", "eyas.kernels.fragment_int8_linear"
 
 
 @dataclass(frozen=True)
 class FragmentLinear(Pass):
-    """Repacks the weight of each quantised linear layer and calls the fragment kernels.
+    """Repacks the weight of each linear layer and calls the fragment kernels.
 
     Before (s0 in [1, 8])::
 
@@ -34,12 +35,13 @@ class FragmentLinear(Pass):
         %y: bf16[1,s0,2048] = aten.reshape.default(%out, [1, -1, 2048])
 
     A method of more rows than the kernel takes calls ``fragment_int4_matmul`` on the same packed bytes, which makes the
-    weight into bfloat16 numbers first. INT8 goes the same way, and a table that also serves as an embedding is read
-    from its fragments there too, so it exists once. Scales and offsets are kept to the bit, in the narrowest dtype that
-    holds them. Left alone: dense layers, which cuBLAS serves; tables that are only looked up; with a reason, weights
-    that are not constants, that some method writes, that something else in any method reads or that two uses would pack
-    differently, group sizes and activations without a kernel, and inputs with more than one symbolic dimension. Not
-    exact: sums run in another order than in the stock kernel, and many rows read rounded weights.
+    weight into bfloat16 numbers first. INT8 and dense bfloat16 go the same way, and a table that also serves as an
+    embedding is read from its fragments there too, so it exists once. Weights, scales and offsets are kept to the bit,
+    scales and offsets of INT4 in the narrowest dtype that holds them. Left alone: tables that are only looked up; with
+    a reason, dense layers with a bias, weights that are not constants, that some method writes, that something else in
+    any method reads or that two uses would pack differently, group sizes and activations without a kernel, and inputs
+    with more than one symbolic dimension. Not exact: sums run in another order than in the stock kernel, and many rows
+    read rounded weights where they are quantised.
     """
 
     name: ClassVar[str] = "fragment_linear"
@@ -67,6 +69,16 @@ def fragments(function: str, *sources: str, options: tuple[int, ...] = ()) -> tu
     return packed_by(function, "fragments", *sources, options=options)
 
 
+def refuse_dense(use: Use) -> str | None:
+    from eyas.kernels.fragment_bf16_linear import supports
+
+    if given(use.node, 2) is not None:
+        return "it has a bias, which the kernel does not add"
+    if (dimensions := given(use.node, 1).meta["val"].ndim) != 2:
+        return f"its weight has {dimensions} dimension(s); the kernel takes 2"
+    return supports(given(use.node, 0).meta["val"].dtype, use.rows if few(use) else 1)
+
+
 def refuse_int4(use: Use) -> str | None:
     from eyas.kernels.fragment_linear import supports
 
@@ -81,6 +93,10 @@ def refuse_int8(use: Use) -> str | None:
     return supports(given(use.node, 0).meta["val"].dtype, use.rows if few(use) else 1)
 
 
+def pack_dense(use: Use) -> list[tuple[str, Derived | None]]:
+    return [fragments(f"{BF16}:pack_bf16_fragments", use.tensors["weight"])]
+
+
 def pack_int4(use: Use) -> list[tuple[str, Derived | None]]:
     scales = [use.tensors[role] for role in ("scales", "offsets") if role in use.tensors]
     return [
@@ -91,6 +107,16 @@ def pack_int4(use: Use) -> list[tuple[str, Derived | None]]:
 
 def pack_int8(use: Use) -> list[tuple[str, Derived | None]]:
     return [fragments(f"{INT8}:pack_int8_fragments", use.tensors["weight"]), (use.tensors["scales"], None)]
+
+
+def emit_dense(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
+    if few(use):
+        return product(emit, use.node, shape[0], eyas.fragment_bf16_linear.default, *constants, shape[0], use.rows)
+    return product(emit, use.node, shape[0], eyas.fragment_bf16_matmul.default, *constants, shape[0])
+
+
+def emit_dense_rows(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
+    return emit(eyas.fragment_bf16_embedding.default, given(use.node, 1), *constants, shape[1])
 
 
 def emit_int4(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
@@ -107,18 +133,21 @@ def emit_int8(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
     return product(emit, use.node, shape[0], eyas.fragment_int8_matmul.default, *constants, shape[0])
 
 
-def emit_rows(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
+def emit_int8_rows(emit, use: Use, constants: list[Node], shape: torch.Size) -> Node:
     ids, dtype = given(use.node, 0), given(use.node, 3)
     return emit(eyas.fragment_int8_embedding.default, ids, *constants, shape[1], dtype)
 
 
 FORMS = {
+    aten.linear.default: Form({"weight": 1}, pack_dense, emit_dense, refuse_dense),
+    # what else an embedding is told is about its gradient
+    aten.embedding.default: Form({"weight": 0}, pack_dense, emit_dense_rows, lambda use: None, product=False),
     **{
         target: Form({"weight": 1, "scales": 2, "offsets": 3}, pack_int4, emit_int4, refuse_int4)
         for target in (eyas.int4_linear.default, eyas.int4_smallm.default, eyas.int4_anym.default)
     },
     eyas.int8_linear.default: Form({"weight": 1, "scales": 2}, pack_int8, emit_int8, refuse_int8),
     eyas.int8_embedding.default: Form(
-        {"weight": 1, "scales": 2}, pack_int8, emit_rows, lambda use: None, product=False
+        {"weight": 1, "scales": 2}, pack_int8, emit_int8_rows, lambda use: None, product=False
     ),
 }

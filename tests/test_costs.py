@@ -56,14 +56,18 @@ def test_attention_counts_the_live_keys(passes, operator):
 
 
 def test_operators_of_triton_kernels_count_as_those_that_they_replace():
-    """A table of 64 rows of 64 bytes, of which a lookup reads its rows; attention in bfloat16 over 10 live keys."""
+    """A table of 64 rows of 64 bytes or numbers, of which a lookup reads its rows; attention in bfloat16 over 10 live
+    keys.
+    """
 
     def forward(module, ids, q, pos):
         x = torch.ops.eyas.int8_embedding(ids, module.w, module.scales, torch.bfloat16)
-        return torch.ops.eyas.int8_linear(x, module.w, module.scales), attend(module, q, pos)
+        dense = torch.nn.functional.linear(torch.nn.functional.embedding(ids, module.dense), module.dense)
+        return torch.ops.eyas.int8_linear(x, module.w, module.scales), dense, attend(module, q, pos)
 
     ids, q, pos = torch.zeros(1, ROWS, dtype=torch.int64), randn(1, 4, ROWS, 64).bfloat16(), torch.arange(ROWS)
     tensors = {"w": torch.ones(64, 64, dtype=torch.int8), "scales": torch.ones(64)}
+    tensors["dense"] = torch.ones(64, 64, dtype=torch.bfloat16)
     cache = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
     found = cost(forward, ids, q, pos, passes="fragment_linear,splitk_sdpa", cache=cache, **tensors)
     one = found["eyas.splitk_sdpa.default"]
@@ -71,6 +75,9 @@ def test_operators_of_triton_kernels_count_as_those_that_they_replace():
     product = found["eyas.fragment_int8_linear.default"]
     assert product == Cost(1, 64 * 64 + 4 * 64 + 2 * (3 * 64 + 3 * 64), 2 * 3 * 64 * 64)
     assert found["eyas.fragment_int8_embedding.default"].moved == 2 * (2 * 3 * 64) + 4 * 64 + 8 * 3
+    dense = found["eyas.fragment_bf16_linear.default"]
+    assert dense == Cost(1, 2 * (64 * 64 + 3 * 64 + 3 * 64), 2 * 3 * 64 * 64)
+    assert found["eyas.fragment_bf16_embedding.default"].moved == 2 * (2 * 3 * 64) + 8 * 3
 
 
 def test_the_bound_is_the_slower_of_memory_and_arithmetic():

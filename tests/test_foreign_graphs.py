@@ -138,7 +138,7 @@ def fresh(name: str, form: type) -> Program:
 
 
 CANDIDATES = {
-    "fragment_linear": (eyas.int8_linear.default, eyas.int4_linear.default),
+    "fragment_linear": (aten.linear.default, eyas.int8_linear.default, eyas.int4_linear.default),
     "int4_smallm": (eyas.int4_linear.default,),
     "masked_sdpa": (aten.scaled_dot_product_attention.default,),
     "midm_sdpa": (aten.scaled_dot_product_attention.default,),

@@ -85,15 +85,17 @@ def test_every_warp_of_a_plan_has_work(n, k):
 
 COMPILE = """
 import json, sys
+from importlib import import_module
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from eyas.kernels.fragment_int8_linear import fragment_int8_kernel as kernel, plan
-n, k, rows = json.loads(sys.argv[1])
-layout = plan(n, k)
+name, n, k, rows = json.loads(sys.argv[1])
+module = import_module(f"eyas.kernels.fragment_{name}_linear")
+kernel, layout = getattr(module, f"fragment_{name}_kernel"), module.plan(n, k)
 values = dict(N=n, K=k, TILE=64, ROWS=rows, TILES=layout.tiles, SPLITS=layout.splits, UNITS=layout.units,
               STAGES=layout.stages, ASM=True)
-pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*fp32", out_ptr="*fp32")
 names = kernel.arg_names
+pointers = dict(x_ptr="*bf16", words_ptr={"int8": "*i32", "bf16": "*bf16"}[name], scales_ptr="*fp32", out_ptr="*fp32")
+pointers = {name: kind for name, kind in pointers.items() if name in names}
 done = compile(
     ASTSource(kernel, {**pointers, "M": "i32", **dict.fromkeys(values, "constexpr")},
               {(names.index(name),): value for name, value in values.items()},
@@ -103,15 +105,20 @@ print(json.dumps({"ttgir": done.asm["ttgir"], "ptx": done.asm["ptx"], "cubin": d
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [(262144, 640, 8), (5376, 21504, 16)])
-def test_weights_go_through_registers_alone(case, tmp_path):
-    """For Hopper, without a GPU: wide loads, products on the tensor core, no copies into shared memory, no spills."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(case)], stdout=subprocess.PIPE, text=True, check=True
-    )
-    facts = json.loads(done.stdout)
+def assert_weights_go_through_registers_alone(kernel, case, registers, path):
+    """For Hopper, without a GPU: wide loads, products on the tensor core, no copies into shared memory, no spills.
+
+    ``kernel``: the part of its name. ``case``: N, K and rows. ``registers``: the most that a thread may have.
+    """
+    command = [sys.executable, "-c", COMPILE, json.dumps([kernel, *case])]
+    facts = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     loop = facts["ttgir"].split("scf.for")[1].split("scf.yield")[0]
     assert "tt.dot" in loop and "local_alloc" not in loop and "convert_layout" not in loop
     assert "cp.async.cg.shared.global" in facts["ptx"] and "mma.sync.aligned.m16n8k16" in facts["ptx"]
-    assert resource_usage(bytes.fromhex(facts["cubin"]), tmp_path / "kernel.cubin") <= 96
+    assert resource_usage(bytes.fromhex(facts["cubin"]), path) <= registers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(262144, 640, 8), (5376, 21504, 16)])
+def test_weights_go_through_registers_alone(case, tmp_path):
+    assert_weights_go_through_registers_alone("int8", case, 96, tmp_path / "kernel.cubin")

@@ -1,5 +1,5 @@
-"""Quantised layers read weights packed for the tensor core, once however many methods and uses they have; the kernels
-themselves are in ``test_fragment_int4_linear`` and ``test_fragment_int8_linear``.
+"""Layers read weights packed for the tensor core, once however many methods and uses they have; the kernels themselves
+are in ``test_fragment_int4_linear``, ``test_fragment_int8_linear`` and ``test_fragment_bf16_linear``.
 """
 
 import subprocess
@@ -171,6 +171,50 @@ def int8_of_few_and_many_rows(one):
 
 
 @POSITIVE
+def dense(one):
+    """Without a bias of its own: one that is added is another operation."""
+    program = program_over(lambda m, x: m.w(x) + m.bias, w=weight("dense"), bias=randn(N).bfloat16())
+    before = program.constants()
+    check(
+        rewrite(one, program, 1),
+        r"""
+        CHECK-LABEL: method forward
+        CHECK: %[[w:\w+]]: bf16[2,7,4,2,32,8] = buffer w.weight.fragments
+        CHECK: %[[rows:\w+]]: bf16[s0,200] = aten.reshape.default(%{{\w+}}, [-1, 200])
+        CHECK: %[[y:\w+]]: bf16[s0,72] = eyas.fragment_bf16_linear.default(%[[rows]], %[[w]], 72, 16)
+        CHECK: %[[z:\w+]]: bf16[1,s0,72] = aten.reshape.default(%[[y]], [1, -1, 72])
+        CHECK: aten.add.Tensor(%[[z]], %{{\w+}})
+        """,
+    )
+    assert_derived(program, before, ".fragments")
+    assert program.constants().keys() == {"w.weight.fragments", "bias"}
+    (made,) = program.derived.values()
+    assert made.function == "eyas.kernels.fragment_bf16_linear:pack_bf16_fragments" and made.sources == ("w.weight",)
+
+
+@POSITIVE
+def dense_of_few_and_many_rows(one):
+    module = Function(call, w=weight("dense"))
+    program = Program({"few": export(module, *inputs_of(ROWS)), "many": export(module, *inputs_of(ROWS))})
+    bound(program, "many", MAX_ROWS + 1)
+    rewrite(one, program, 2, method="many")
+    check(
+        program,
+        r"""
+        CHECK-LABEL: method few
+        CHECK: %[[w:\w+]]: bf16{{.*}} = buffer w.weight.fragments
+        CHECK: eyas.fragment_bf16_linear.default(%{{\w+}}, %[[w]], 72, 16)
+        CHECK-LABEL: method many
+        CHECK: %[[v:\w+]]: bf16{{.*}} = buffer w.weight.fragments
+        CHECK: eyas.fragment_bf16_matmul.default(%{{\w+}}, %[[v]], 72)
+        """,
+    )
+    few, many = (ep.state_dict for ep in program.methods.values())
+    assert few.keys() == many.keys() == {"w.weight.fragments"}
+    assert few["w.weight.fragments"] is many["w.weight.fragments"]
+
+
+@POSITIVE
 def rows_of_the_method_choose_the_form(one):
     """A method of up to 8 rows says so, one without a limit takes the product of many rows."""
     module = Function(call, w=weight("int4"))
@@ -242,14 +286,56 @@ def tied_int8_table(one):
 
 
 @POSITIVE
-def a_table_whose_head_is_in_another_method(one):
-    module = Function(lambda m, ids: m.w.rows(ids, torch.bfloat16), w=weight("int8"))
+def tied_dense_table(one):
+    """What an embedding is told about its gradient changes nothing."""
+
+    def embed_and_head(module, ids):
+        return module.w(module.w.rows(ids, torch.bfloat16)), F.embedding(ids + 1, module.w.weight, padding_idx=3)
+
+    program = program_over(embed_and_head, ids_of, w=weight("dense"))
+    before = program.constants()
+    ids = ids_of(ROWS)
+    _, looked_up = results(program, ids)
+    check(
+        rewrite(one, program, 3, ids_of),
+        r"""
+        CHECK-LABEL: method forward
+        CHECK: %[[w:\w+]]: bf16[2,7,4,2,32,8] = buffer w.weight.fragments
+        CHECK-NOT: buffer
+        CHECK: %[[ids:\w+]]: i64[1,s0] = input
+        CHECK: bf16[1,s0,200] = eyas.fragment_bf16_embedding.default(%[[ids]], %[[w]], 200)
+        CHECK: eyas.fragment_bf16_linear.default(%{{\w+}}, %[[w]], 72, 16)
+        CHECK-NOT: aten.embedding
+        CHECK: bf16[1,s0,200] = eyas.fragment_bf16_embedding.default(%{{\w+}}, %[[w]], 200)
+        """,
+    )
+    assert_derived(program, before, ".fragments")
+    assert_equal(results(program, ids)[1:], [looked_up])  # looking up is exact
+
+
+def embed_and_head_apart(kind):
+    """A program of two methods, and its weight."""
+    module = Function(lambda m, ids: m.w.rows(ids, torch.bfloat16), w=weight(kind))
     head = Function(call, w=module.w)
-    program = Program({"embed": export(module, *ids_of(ROWS)), "head": export(head, *inputs_of(ROWS))})
+    return Program({"embed": export(module, *ids_of(ROWS)), "head": export(head, *inputs_of(ROWS))}), module.w
+
+
+def assert_one_table(one, kind, names):
+    program, _ = embed_and_head_apart(kind)
     rewrite(one, program, 2, ids_of, method="embed")
     embed, head = (program.methods[method].state_dict for method in ("embed", "head"))
-    assert embed.keys() == head.keys() == {"w.qweight.fragments", "w.scales"}
+    assert embed.keys() == head.keys() == names
     assert all(embed[name] is head[name] for name in embed)
+
+
+@POSITIVE
+def an_int8_table_whose_head_is_in_another_method(one):
+    assert_one_table(one, "int8", {"w.qweight.fragments", "w.scales"})
+
+
+@POSITIVE
+def a_dense_table_whose_head_is_in_another_method(one):
+    assert_one_table(one, "dense", {"w.weight.fragments"})
 
 
 @POSITIVE
@@ -261,10 +347,9 @@ def several_uses_and_layers(one):
         return first, module.w(x * 2), module.other(first), module.dense(x)
 
     tensors = dict(w=weight("int4"), other=weight("zeros", k=N, seed=1), dense=weight("dense", seed=2))
-    program = rewrite(one, program_over(layers, **tensors), 3)
-    packed = ("other.offsets", "other.qweight", "other.scales", "w.qweight", "w.scales")
-    assert program.constants().keys() == {*(f"{name}.fragments" for name in packed), "dense.weight"}
-    check(program, "CHECK-LABEL: method forward\nCHECK: aten.linear.default(")
+    program = rewrite(one, program_over(layers, **tensors), 4)
+    packed = ("dense.weight", "other.offsets", "other.qweight", "other.scales", "w.qweight", "w.scales")
+    assert program.constants().keys() == {f"{name}.fragments" for name in packed}
 
 
 @pytest.mark.parametrize("case", POSITIVE, ids=lambda case: case.__name__)
@@ -290,11 +375,24 @@ def test_packed_weights_are_the_weights(kind, group):
     assert_equal([made, made], [expected, dequantize(layer.qweight, layer.scales, layer.offsets, group, K).T])
 
 
-@pytest.mark.parametrize("kind", ["int4", "zeros", "int8"])
+def test_packed_dense_weights_are_the_weights():
+    """By the rows that are looked up, and by products with unit vectors."""
+    program, layer = embed_and_head_apart("dense")
+    assert apply(FragmentLinear(), program).rewrites == 2
+    words = program.constants()["w.weight.fragments"]
+    assert torch.equal(torch.ops.eyas.fragment_bf16_embedding(torch.arange(N), words, K), layer.weight)
+    eye = torch.eye(K, dtype=torch.bfloat16)
+    assert torch.equal(torch.ops.eyas.fragment_bf16_linear(eye, words, N), layer.weight.T)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int4", "zeros", "int8"])
 def test_a_row_is_what_it_is_alone(kind):
     """Where the reference's sums are exact: small whole numbers, times powers of two."""
     layer = weight(kind)
-    layer.scales = torch.exp2(torch.randint(-3, 3, layer.scales.shape).float())
+    if kind == "dense":
+        layer.weight = (layer.weight * 4).round()
+    else:
+        layer.scales = torch.exp2(torch.randint(-3, 3, layer.scales.shape).float())
     if kind == "zeros":
         layer.offsets = -4 * layer.scales
     program = program_over(call, w=layer)
@@ -305,11 +403,14 @@ def test_a_row_is_what_it_is_alone(kind):
     assert_equal([together], [torch.cat(alone, 1)])
 
 
-def test_facts_know_what_is_packed():
-    program = program_over(call, w=weight("int4"))
+@pytest.mark.parametrize(("kind", "name"), [("int4", "int4"), ("int8", "int8"), ("dense", "bf16")])
+@pytest.mark.parametrize(("rows", "form"), [(MAX_ROWS, "linear"), (MAX_ROWS + 1, "matmul")])
+def test_facts_know_what_is_packed(kind, name, rows, form):
+    program = program_over(call, w=weight(kind))
+    bound(program, "forward", rows)
     assert evidence_against("unpacked_weights", program) is None
     apply(FragmentLinear(), program)
-    assert evidence_against("unpacked_weights", program).endswith("= eyas.fragment_int4_linear.default")
+    assert evidence_against("unpacked_weights", program).endswith(f"= eyas.fragment_{name}_{form}.default")
 
 
 # What differs in one thing
@@ -341,6 +442,46 @@ REFUSED = {
 def test_refuses_with_a_reason(name, kind):
     function, reason = REFUSED[name]
     unchanged(FragmentLinear(), program_over(function, w=weight(kind)), reason)
+
+
+def dense_counted(module, x):
+    module.w.weight[0, :1].add_(1)
+    return module.w(x)
+
+
+DENSE_REFUSED = {
+    "a bias": (lambda m, x: F.linear(x, m.w.weight, m.bias), "it has a bias, which the kernel does not add"),
+    "a vector": (lambda m, x: F.linear(x, m.vector), "its weight has 1 dimension(s); the kernel takes 2"),
+    "float32": (
+        lambda m, x: F.linear(x.float(), m.wide), "activations are torch.float32; the kernel takes torch.bfloat16"
+    ),
+    "read by something else": (lambda m, x: m.w(x) + m.w.weight.sum(), "w.weight is also read by sum_1"),
+    "looked up otherwise": (
+        lambda m, x: (m.w(x), m.w.weight[x[0, :, 0].long()]), "w.weight is also read by index"
+    ),
+    "written through a view": (dense_counted, "w.weight is written by method 'forward'"),
+    "computed": (lambda m, x: F.linear(x, m.w.weight * 2), "its weight is computed, not a constant"),
+    "two dynamic dimensions": (
+        lambda m, x: m.w(x[0].unsqueeze(0).expand(x.shape[1], -1, -1)), "has more than one symbolic dimension"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE_REFUSED)
+def test_refuses_dense_with_a_reason(name):
+    function, reason = DENSE_REFUSED[name]
+    tensors = dict(w=weight("dense"), bias=randn(N).bfloat16(), vector=randn(K).bfloat16(), wide=randn(N, K))
+    unchanged(FragmentLinear(), program_over(function, **tensors), reason)
+
+
+def test_a_bias_of_one_use_refuses_all():
+    """Otherwise the weight would be stored twice."""
+
+    def both(module, x):
+        return module.w(x), F.linear(x, module.w.weight, module.bias), module.w.rows(x[..., 0].long(), x.dtype)
+
+    program = program_over(both, w=weight("dense"), bias=randn(N).bfloat16())
+    unchanged(FragmentLinear(), program, "it has a bias")
 
 
 def test_a_group_size_without_a_kernel_is_refused():
@@ -390,19 +531,13 @@ def test_a_computed_weight_is_refused():
     unchanged(FragmentLinear(), program_over(turned, w=weight("int8")), "its weight is computed, not a constant")
 
 
-LEFT_ALONE = {
-    "dense": lambda m, x: F.linear(x, m.dense.weight),
-    "absent": lambda m, x: x + 1,
-}
+def test_without_layers_nothing_changes():
+    unchanged(FragmentLinear(), program_over(lambda m, x: x + 1))
 
 
-@pytest.mark.parametrize("name", LEFT_ALONE)
-def test_left_alone(name):
-    unchanged(FragmentLinear(), program_over(LEFT_ALONE[name], dense=weight("dense")))
-
-
-def test_an_int8_embedding_alone_stays():
-    program = program_of(lambda m, ids: m.w.rows(ids, torch.bfloat16), *ids_of(ROWS), w=weight("int8"))
+@pytest.mark.parametrize("kind", ["dense", "int8"])
+def test_an_embedding_alone_stays(kind):
+    program = program_of(lambda m, ids: m.w.rows(ids, torch.bfloat16), *ids_of(ROWS), w=weight(kind))
     unchanged(FragmentLinear(), program)
 
 

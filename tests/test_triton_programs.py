@@ -8,7 +8,8 @@ import triton
 from torch._functorch.aot_autograd import aot_export_module
 from triton.backends.compiler import GPUTarget
 
-from eyas.kernels import fragment_int8_linear, fragment_linear, splitk_sdpa  # noqa: F401
+from eyas.kernels import fragment_bf16_linear, fragment_int8_linear, fragment_linear, splitk_sdpa  # noqa: F401
+from eyas.kernels.fragment_bf16_linear import pack_bf16_fragments
 from eyas.kernels.fragment_int8_linear import pack_int8_fragments
 from eyas.kernels.fragment_linear import pack_fragments, pack_scales
 
@@ -87,6 +88,18 @@ def test_int8():
     (numbers,) = launches(Call(eyas.fragment_int8_matmul, 4096, **constants), (x,), ({0: ROWS},))
     assert numbers["tensors_to_clone"] == ["out_ptr"] and numbers["grid"][0] == (64, 3, 1)
     gather = Call(eyas.fragment_int8_embedding, 640, torch.bfloat16, **constants)
+    (rows,) = launches(gather, (torch.arange(5),), ({0: ROWS},))
+    assert rows["tensors_to_clone"] == ["out_ptr"] and not isinstance(rows["grid"][0][0], int)
+
+
+def test_bf16():
+    constants = {"words": pack_bf16_fragments(torch.zeros(4096, 640, dtype=torch.bfloat16))}
+    x = torch.zeros(5, 640, dtype=torch.bfloat16)
+    (product,) = launches(Call(eyas.fragment_bf16_linear, 4096, 8, **constants), (x,), ({0: ROWS},))
+    assert product["tensors_to_clone"] == ["out_ptr"] and product["kwargs"]["ROWS"] == 8
+    (numbers,) = launches(Call(eyas.fragment_bf16_matmul, 4096, **constants), (x,), ({0: ROWS},))
+    assert numbers["tensors_to_clone"] == ["out_ptr"] and numbers["grid"][0] == (64, 3, 1)
+    gather = Call(eyas.fragment_bf16_embedding, 640, **constants)
     (rows,) = launches(gather, (torch.arange(5),), ({0: ROWS},))
     assert rows["tensors_to_clone"] == ["out_ptr"] and not isinstance(rows["grid"][0][0], int)
 

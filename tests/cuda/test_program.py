@@ -12,11 +12,12 @@ if not GPU:
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from eyas.lowering.lower import Request, lower
-from eyas.runtime.artifact import MANIFEST, Artifact, ArtifactError
-from eyas.runtime.container_files import ContainerError
+from eyas.runtime.artifact import DATA, MANIFEST, PROGRAM, Artifact, ArtifactError
+from eyas.runtime.container_files import ContainerError, DataFile, ProgramFile
 from eyas.runtime.decoding import positions, tokens
+from eyas.runtime.payload import decode
 from eyas.runtime.session import open_decoder
-from eyas.tools.bench_program import OracleDecoder
+from eyas.tools.oracle import OracleDecoder
 
 LENGTH, WINDOW = 64, 8
 PROMPT_LENGTHS = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 2 * WINDOW + 1, 40, LENGTH - 1)
@@ -81,6 +82,47 @@ def test_rows_have_the_bits_that_they_have_alone(program):
     alone = rows(1)
     for step in range(2, 9):
         assert all(torch.equal(a, b) for a, b in zip(alone, rows(step))), step
+
+
+def test_executorchs_own_readers_take_it(folder):
+    """Verified by its runtime; delegate calls alone, no operator besides; the data and the payloads' keys agree."""
+    from executorch.exir._serialize._cord import Cord
+    from executorch.exir._serialize._program import deserialize_pte_binary
+    from executorch.extension.flat_tensor.serialize.serialize import FlatTensorConfig, FlatTensorSerializer
+    from executorch.runtime import Runtime, Verification
+
+    loaded = Runtime.get().load_program(folder / PROGRAM, verification=Verification.InternalConsistency)
+    read = deserialize_pte_binary((folder / PROGRAM).read_bytes())
+    data = FlatTensorSerializer(FlatTensorConfig()).deserialize(Cord((folder / DATA).read_bytes())).named_data
+    ours = ProgramFile(folder / PROGRAM)
+    plans = {plan.name: plan for plan in read.program.execution_plan}
+    assert loaded.method_names == set(plans) and {"prefill", "target_verify", "draft_decode"} <= set(plans)
+    width = loaded.metadata("draft_decode").input_tensor_meta(1).sizes()[2]
+    shapes = {"prefill": [(1, 1), (1, 8, width)]}
+    used = set()
+    for name, method in ours.methods.items():
+        plan, meta = plans[name], loaded.metadata(name)
+        calls = [type(step.instr_args).__name__ for chain in plan.chains for step in chain.instructions]
+        assert (
+            not plan.operators and set(calls) == {"DelegateCall"} and {d.id for d in plan.delegates} == {"CudaBackend"}
+        )
+        outputs = [tuple(meta.output_tensor_meta(i).sizes()) for i in range(meta.num_outputs())]
+        assert outputs == shapes.get(name, [(1, 8), (1, 8, width)])
+        for call in method.calls:
+            code, constants = decode(call.payload)
+            assert call.payload.startswith(b"ETCUDAFQN3") and code in read.named_data.pte_data
+            used |= {constant.storage_key for constant in constants}
+    assert used and used <= set(data) == set(DataFile(folder / DATA).entries)
+
+
+def test_a_generation_that_another_one_has_ended(program):
+    """One program has one state; the pool is reset under a round that was started ahead."""
+    first = open_decoder(program, "speculative").generate(prompt(9), LENGTH, (), 3)
+    next(first), next(first)
+    want = text(open_decoder(program, "greedy", graphs=False), prompt(20))
+    assert text(open_decoder(program, "speculative"), prompt(20), chain=3) == want
+    with pytest.raises(RuntimeError, match="another generation has started on this program"):
+        list(first)
 
 
 def test_two_programs_have_states_of_their_own(folder, program):
