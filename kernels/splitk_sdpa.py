@@ -54,16 +54,19 @@ class Plan:
     ahead: bool
 
 
-def plan(heads: int, kv_heads: int, width: int, max_rows: int) -> Plan:
+def plan(heads: int, kv_heads: int, width: int, max_rows: int, window: int = 0) -> Plan:
     """The layout for calls of 1 to ``max_rows`` rows: one program a multiprocessor and block of rows.
 
     At width 512 the sums fill the registers of one program a multiprocessor, so nothing else hides its loads and
-    products: turns are short, three of them in flight, and overlap.
+    products: turns are short, three of them in flight, and overlap. A ``window`` has few keys: its programs are small
+    and twice as many, with a turn or some each, where their sums leave room for it.
     """
     rows = min(TILE_ROWS, max(16, triton.next_power_of_2(max_rows * heads // kv_heads)))
     splits = min(64, max(1, MULTIPROCESSORS // kv_heads))
     if width == 512:
         return Plan(rows, 16, splits, warps=8, stages=3, ahead=True)
+    if window and rows * width <= 32 * 256:
+        return Plan(rows, 16, 2 * splits, warps=2, stages=3, ahead=False)
     return Plan(rows, 64, splits, warps=4, stages=3, ahead=False)
 
 
@@ -216,7 +219,7 @@ def launch(
     _check(q, k, v, input_pos, window, max_rows)
     _, heads, rows, width = q.shape
     kv_heads, size = k.shape[1], k.shape[2]
-    layout = plan(heads, kv_heads, width, max_rows)
+    layout = plan(heads, kv_heads, width, max_rows, window)
     k, v = k.contiguous(), v.contiguous()
     sums = q.new_empty((layout.splits, heads, rows, width), dtype=torch.float32)
     state = q.new_empty((2, layout.splits, heads, rows), dtype=torch.float32)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from eyas.runtime.artifact import Artifact, Method, Program
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder, positions, tokens
+from eyas.runtime.selfcheck import inputs_of
 from eyas.runtime.session import open_decoder, open_tokenizer
 from eyas.runtime.statistics import TAU, Statistics
 from eyas.tools.bench_peers import FAILURES, PEER_TARGET, decode_rate, load_peer
@@ -42,8 +43,10 @@ def bench_e2e(
     for a text that does not fit or a chain that the artifact lacks.
     """
     artifact = Artifact.open(path)
+    free = free_memory() if artifact.manifest["device"]["type"] == "cuda" else 0
     program, console, progress = artifact.load(), Console(width=140, highlight=False), ConsoleProgress()
     greedy, speculative = (open_decoder(program, kind) for kind in ("greedy", "speculative"))
+    memory = memory_of_calls(program, free) if program.device == "cuda" else {}
     chains = check(speculative, context, new_tokens, repeats, chains)
     ids = text_ids(open_tokenizer(artifact), context)
     console.print(f"{artifact.manifest['target']['name']}, {machine(program)}, torch {torch.__version__}; tau: {TAU}")
@@ -66,6 +69,8 @@ def bench_e2e(
                 chain: time_round(decoder, ids, chain, decoding[chain], phases) for chain, decoder in shown.items()
             }
         show_rounds(figures["rounds"], console)
+        figures["memory"] = memory | memory_at_last(free)
+        show_memory(figures["memory"], console)
     if with_peers:
         rates = {chain: row["tokens_per_second"] for chain, row in decoding.items()}
         figures["peers"] = bench_peers(artifact, program.device, ids, new_tokens, repeats, rates, progress, console)
@@ -255,6 +260,46 @@ def show_rounds(figures: dict[int, dict[str, float]], console: Console) -> None:
         "its calls apart: the sum of the phases above",
         soft_wrap=True,
     )
+
+
+def free_memory() -> int:
+    """Bytes of the card that nobody has, once CUDA itself has what it takes."""
+    torch.zeros(1, device="cuda")
+    return torch.cuda.mem_get_info()[0]
+
+
+def memory_of_calls(program: Program, free: int) -> dict[str, int]:
+    """Bytes: weights and caches; what loading them took of the ``free`` ones; the most that a call of any method has
+    beside them.
+    """
+    found = {"weights and caches": program.buffers.nbytes, "taken by loading": free - torch.cuda.mem_get_info()[0]}
+    most = 0
+    for method in program.methods.values():
+        inputs = inputs_of(method, 0, method.max_rows, int(program.constants["get_vocab_size"]))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        method(*inputs)
+        torch.cuda.synchronize()
+        most = max(most, torch.cuda.max_memory_allocated() - before)
+    return found | {"largest call": most}
+
+
+def memory_at_last(free: int) -> dict[str, int]:
+    """Bytes: tensors at most, torch's allocator, and all that is gone of the ``free`` ones."""
+    return {
+        "tensors at most": torch.cuda.max_memory_allocated(),
+        "torch's allocator": torch.cuda.memory_reserved(),
+        "taken of the card": free - torch.cuda.mem_get_info()[0],
+    }
+
+
+def show_memory(memory: dict[str, int], console: Console) -> None:
+    need = memory["weights and caches"] + memory["largest call"]
+    table = table_of("memory of the card, MB", ("", "MB", "of weights, caches and the largest call"))
+    for name, size in memory.items():
+        table.add_row(name, f"{size / 1e6:.1f}", f"{size / need:.3f}x")
+    console.print(table)
 
 
 def profile_rounds(
