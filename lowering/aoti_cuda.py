@@ -29,7 +29,9 @@ CUDA_OPTIONS = {
     "max_autotune": False,  # products that no kernel of ours serves are cuBLAS's, without trying others
     "max_autotune_gemm": False,
     # the sums of a product's splits are added by all who read them, not by a kernel of its own
+    "realize_reads_threshold": 64,
     "realize_acc_reads_threshold": 64,
+    "realize_opcount_threshold": 256,
     "emulate_precision_casts": True,  # what is computed does not depend on what else is in a kernel, so not on blocks
     "cpp.vec_isa_ok": False,  # no code for the host's vectors is written, and to ask what it has takes seconds
 }

@@ -42,6 +42,8 @@ def default_jobs() -> int:
 # a process that compiles is one of as many as there are cores: it starts none of its own to compile kernels
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
+USUAL_BLOCKS = 10  # of a program: more processes would only take cores from tracing
+
 
 class Worker:
     """One process that compiles, a job at a time."""
@@ -106,7 +108,8 @@ class CompilePool:
         self._ready: list[Future] = []
         if not compiler_of(device).is_prepared(cache):
             self._ready = [
-                self._submit({"do": "prepare" if i == 0 else "start", "device": device}) for i in range(jobs)
+                self._submit({"do": "prepare" if i == 0 else "start", "device": device})
+                for i in range(min(jobs, USUAL_BLOCKS))
             ]
 
     def __enter__(self) -> "CompilePool":

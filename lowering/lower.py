@@ -287,7 +287,7 @@ class Lowering:
         """
         with CompilePool(self.cache, self.request.jobs or default_jobs(), self.request.device) as pool:
             program, plan = self.rewrite(data)
-            Aside(import_module, "executorch.exir")  # seconds, while others compile
+            Aside(import_module, "eyas.lowering.executorch_program")  # seconds, while others compile
             compiled, host = self.compile(program, pool)
         return self.link(key, program, plan, compiled, host)
 
@@ -317,7 +317,8 @@ class Lowering:
         self, key: str, program: Program, plan: Plan, compiled: Mapping[str, CompiledBlock], host: Path | None
     ) -> Path:
         """Puts compiled blocks into a program file: an entry of the cache."""
-        from eyas.lowering.executorch_program import write_program
+        with self.stage("load executorch"):  # what is left of it
+            from eyas.lowering.executorch_program import write_program
 
         device = self.request.device
         facts = {"kind": "torch" if device == "cpu" else device}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +21,7 @@ class Types:
         args, kwargs = torch.fx.node.map_arg((args, dict(kwargs)), lambda node: node.meta["val"])
         key = (target, key_of(args), key_of(tuple(sorted(kwargs.items()))))
         if key not in self._known:
-            with mode, torch.no_grad():
+            with mode, torch.no_grad(), enable_python_dispatcher():  # some composites ask more than symbols can tell
                 self._known[key] = target(*args, **kwargs)
         return self._known[key]
 

@@ -134,6 +134,7 @@ def time_decoding(
             "tokens_per_second": rate,
             "round_us": statistics.median(1e6 * s.decode_seconds / s.rounds for s in found),
             "host_us": statistics.median(1e6 * s.host_seconds / s.rounds for s in found),
+            "prefill_ms": statistics.median(1e3 * s.prefill_seconds for s in found),
             "tau": tau, "speed_up": speed_up, "eta": speed_up / tau, "same": same[chain],
         }  # fmt: skip
     return figures
@@ -151,6 +152,8 @@ def show_decoding(figures: dict[int, dict[str, object]], title: str, console: Co
         text = ("yes" if row["same"] else "NO") if chain else "" if row["same"] else "NOT TWICE"
         table.add_row(name_of(chain), f"{row['tokens_per_second']:.1f}", f"{row['round_us']:.1f}", *speculative, text)
     console.print(table)
+    with_draft = statistics.median(row["prefill_ms"] for chain, row in figures.items() if chain)
+    console.print(f"prefill: {figures[0]['prefill_ms']:.2f} ms, {with_draft:.2f} ms with the draft's")
 
 
 def table_of(title: str, columns: Sequence[str]) -> Table:

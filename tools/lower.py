@@ -5,6 +5,7 @@ python -m eyas.tools.lower --target gemma3_270m --device cpu -o DIR
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from eyas.tools.console import ConsoleProgress, check_writable, run_tool, write_json
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         max_chain=args.max_chain, chain=args.chain, methods=tuple(args.extra_method), cache=args.cache, jobs=args.jobs,
     )  # fmt: skip
     report = lower(request, progress)
-    size, total = sum(report.bytes.values()), sum(report.seconds.values())
+    size, total = sum(report.bytes.values()), time.perf_counter() - progress.start
     progress.note(f"pipeline: {report.pipeline}")
     progress.note(
         f"peak memory {report.peak_bytes / 1e6:.0f} MB here, {report.peak_child_bytes / 1e6:.0f} MB in the largest "
