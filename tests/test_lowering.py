@@ -807,7 +807,7 @@ def test_a_first_lowering_says_what_passes_did_and_who_shares_what(small):
     )
     assert list(small.report.seconds) == [
         "read checkpoints", "weights", "trace prefill", "trace target_verify", "trace draft_decode", "passes",
-        "write data", "compile", "program file", "tokenizer", "manifest", "check",
+        "write data", "compile", "load executorch", "program file", "tokenizer", "manifest", "check",
     ]  # fmt: skip
     blocks = {facts["block"]: facts for facts in small.report.blocks}
     assert small.report.cached == {"program": False, **{key: facts["cached"] for key, facts in blocks.items()}}
