@@ -9,7 +9,7 @@ from ir import ROWS, Function, export, randn
 
 from eyas.kernels import CPU_OPERATORS, CUDA_OPERATORS, TRITON_FILES, register_triton_operators
 from eyas.kernels.fragment_int8_linear import pack_int8_fragments
-from eyas.lowering.aoti_cuda import refuse_without_body
+from eyas.lowering.aoti_cuda import CUDA_OPTIONS, refuse_without_body
 from eyas.lowering.compile_pool import compiler_for
 from eyas.lowering.environment import gpu
 
@@ -51,6 +51,12 @@ def test_the_operators_of_cuda_are_those_with_triton_kernels():
 def test_a_machine_without_a_card():
     with pytest.raises(ValueError, match="no CUDA device was found; a program is compiled and checked on the card"):
         gpu()
+
+
+def test_the_compiler_knows_its_options():
+    import torch._inductor.config as config
+
+    assert set(CUDA_OPTIONS) <= set(config.get_config_copy())
 
 
 def test_each_host_has_its_compiler():
