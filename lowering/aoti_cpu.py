@@ -63,6 +63,7 @@ OPTIONS = {
     "aot_inductor.package_constants_on_disk_format": "pickle_weights",
 }
 KIND, CODE, FACTS = "blocks", "block.so", "facts.json"  # of the cache's entries
+WORKING = "inductor"  # folder of the compiler's own working files, beside them
 
 
 def block_key(block: Block, host: str, cache: ContentCache) -> str:
@@ -234,7 +235,7 @@ def missing_from_host(code: Path, libraries: KernelLibraries) -> set[str]:
 @contextlib.contextmanager
 def inductor_environment(cache: ContentCache, libraries: Path | None = None) -> Iterator[None]:
     """Points the compiler at a folder of libraries, and its own working files at our cache."""
-    values = {"TORCHINDUCTOR_CACHE_DIR": str(cache.root / "inductor")}
+    values = {"TORCHINDUCTOR_CACHE_DIR": str(cache.root / WORKING)}
     if libraries is not None:
         values["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(libraries), os.environ.get("LIBRARY_PATH")]))
     before = {name: os.environ.get(name) for name in values}

@@ -11,6 +11,7 @@ from torch.export.passes import move_to_device_pass
 from eyas.kernels import CUDA_OPERATORS, register_triton_operators
 from eyas.lowering.aoti_cpu import (
     OPTIONS,
+    WORKING,
     CompiledBlock,
     aot_compile,
     as_method,
@@ -55,7 +56,7 @@ def prepared_key() -> str:
 
 def is_prepared(cache: ContentCache) -> bool:
     """Whether ``prepare`` has been called for this machine and cache."""
-    return cache.get(PREPARED, prepared_key()) is not None
+    return (cache.root / WORKING).is_dir() and cache.get(PREPARED, prepared_key()) is not None
 
 
 def prepare(cache: ContentCache) -> None:

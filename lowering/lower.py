@@ -1,10 +1,10 @@
 """From a target and a draft head to an artifact: the whole of lowering, stage by stage."""
 
+import fcntl
 import gc
 import glob
 import json
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -57,6 +57,7 @@ from eyas.runtime.text import return_free_memory
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # activations and caches: what a device's kernels take
 DEFAULT_PREFILL = 512  # rows of a prompt's chunk, where the window allows them
 PLAN = "plan.json"
+LOCK, LOCKING = "lock", 2.0  # a file that is locked while a folder is being made; seconds that locking may take
 COMPILER_BYTES = 1 << 30  # what tracing and compiling need beside the weights, measured on the 270M model
 
 
@@ -97,10 +98,13 @@ class Progress(Protocol):
 
 @dataclass
 class Report:
-    """What lowering did: seconds by stage, peak memory in bytes, sizes, what came from the cache, and the blocks."""
+    """What lowering did: seconds by stage and in all, peak memory in bytes, sizes, what came from the cache, and the
+    blocks.
+    """
 
     path: Path
     seconds: dict[str, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
     bytes: dict[str, int] = field(default_factory=dict)
     source_bytes: int = 0
     peak_bytes: int = 0
@@ -111,7 +115,7 @@ class Report:
     passes: list[PassRecord] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "path": self.path.name, "total_seconds": sum(self.seconds.values())}
+        return {**asdict(self), "path": self.path.name}
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,7 @@ class Lowering:
         self.report.seconds[name] = self.report.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def run(self) -> Report:
+        start = time.perf_counter()
         check_free(self.request.out)
         self.progress.note(f"for {self.machine.get('name', self.machine['architecture'])}")
         self.read_checkpoints()
@@ -209,6 +214,7 @@ class Lowering:
                     self.progress.note(f"check: {line}")
         self.report.bytes = {name: facts["bytes"] for name, facts in manifest["files"].items()}
         scale = 1 if sys.platform == "darwin" else 1024
+        self.report.total_seconds = time.perf_counter() - start
         self.report.peak_bytes = peak_rss()
         self.report.peak_child_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * scale
         return self.report
@@ -454,16 +460,18 @@ def check_free(out: Path) -> None:
 @contextmanager
 def making(out: Path) -> Iterator[Path]:
     """A folder beside ``out`` that takes its place when the block ends well, and disappears when it does not. Those of
-    processes of this machine that were killed are removed first.
+    processes that were killed are removed first: nobody holds their locks.
     """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    mine = f".{out.name}-{platform.node()}-"
-    for left in out.parent.glob(f"{glob.escape(mine)}*"):
-        owner = left.name.removeprefix(mine).partition("-")[0]
-        if owner.isdecimal() and not is_alive(int(owner)):
-            shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{mine}{os.getpid()}-", dir=out.parent) as scratch:
+    for left in out.parent.glob(f".{glob.escape(out.name)}-*/{LOCK}"):
+        if is_left(left):
+            shutil.rmtree(left.parent, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch,
+        open(Path(scratch) / LOCK, "w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
         folder = Path(scratch) / "new"
         folder.mkdir()
         yield folder
@@ -479,14 +487,15 @@ def making(out: Path) -> Iterator[Path]:
             raise
 
 
-def is_alive(process: int) -> bool:
-    """Whether a process of this machine has not ended."""
+def is_left(lock: Path) -> bool:
+    """Whether the process that made a lock's file has ended: it is not new, and nobody holds it."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        with open(lock) as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < LOCKING:
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         return False
-    except PermissionError:  # another user's
-        return True
     return True
 
 

@@ -35,10 +35,11 @@ class Rounds:
         )
         self.g = torch.zeros(1, 1, self.draft.spec.inputs[1].sizes[2], dtype=torch.bfloat16, device=device)
         self.window = torch.arange(most + 1, device=device)
-        # how many proposals were right, and the tokens after each row; what the host reads of two rounds
+        # how many proposals were right, and the tokens after each row; what the host reads of two rounds, and the time
+        # of the one before them
         self._result = torch.zeros(most + 2, dtype=torch.int64, device=device)
         self._copies = [torch.zeros(most + 2, dtype=torch.int64, pin_memory=device == "cuda") for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in range(2)] if device == "cuda" else None
+        self._copied = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device == "cuda" else None
         self._started = self._read = 0  # rounds
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -67,16 +68,25 @@ class Rounds:
                 self._round(chain)
             self._copies[self._started % 2].copy_(self._result, non_blocking=True)
             if self._copied is not None:
-                self._copied[self._started % 2].record()
+                self._copied[self._started % 3].record()
         self._started += 1
 
     def read(self) -> list[int]:
         """The tokens of the first round that was not read, which follow its anchor; the last one is the next anchor."""
         if self._copied is not None:
-            self._copied[self._read % 2].synchronize()
+            self._copied[self._read % 3].synchronize()
         found = self._copies[self._read % 2].tolist()
         self._read += 1
         return found[1 : found[0] + 2]
+
+    def seconds(self) -> float | None:
+        """Seconds from the end of a round to that of the next one, which was the last to be read; for rounds of which
+        the second was started before the first was read. None where there is no card.
+        """
+        if self._copied is None:
+            return None
+        before, last = (self._copied[(self._read - back) % 3] for back in (2, 1))
+        return 1e-3 * before.elapsed_time(last)
 
     def prepare(self, chain: int) -> bool:
         """Captures the round of ``chain`` proposals, if it is not yet. Returns whether that has written to the caches:
@@ -177,13 +187,19 @@ class OnCard:
         return following
 
     def _round(self, anchor: int, position: int, chain: int, alike: bool) -> list[int]:
-        """One round. Its time counts as that of verify: the card does not say where a graph spends it."""
+        """One round. Its time counts as that of verify: the card does not say where a graph spends it. That of a round
+        which was started ahead is the card's: some of it has passed while the caller had the tokens before.
+        """
         self._proposed = chain
-        start = perf_counter()
+        start, ahead = perf_counter(), self.rounds.pending > 0
         for _ in range(self.rounds.pending, 1 + alike):
             self.rounds.start(chain)
         block = self.rounds.read()
-        self.statistics.verify_seconds += perf_counter() - start
+        spent = perf_counter() - start
+        if ahead and (seconds := self.rounds.seconds()) is not None:
+            self.statistics.decode_seconds += seconds - spent
+            spent = seconds
+        self.statistics.verify_seconds += spent
         return block
 
 

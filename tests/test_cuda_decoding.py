@@ -5,6 +5,7 @@ token, so a head that is given another row's, or stale ones, proposes something 
 proposals shows.
 """
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -185,6 +186,19 @@ def test_rounds_are_started_before_those_before_them_are_read(monkeypatch):
         assert text(decoder, prompt(5), new=25, stop=[whole[9]], **options) == whole[: whole.index(whole[9]) + 1]
         assert events.count("start") - events.count("read") <= 1
         assert text(decoder, prompt(5), new=25, **options) == whole, "what was left is nobody's"
+
+
+@pytest.mark.parametrize("consumer", [0.0, 0.003])
+def test_time_is_the_cards_however_long_the_caller_takes(consumer, monkeypatch):
+    program = Toy("at times")
+    monkeypatch.setattr(Rounds, "seconds", lambda self: 0.5)
+    decoder = CudaSpeculativeDecoder(program, False, "cpu")
+    for _ in decoder.generate(prompt(5), 30, (), 3):
+        time.sleep(consumer)
+    found = decoder.statistics
+    ahead = round(found.verify_seconds / 0.5)
+    assert found.rounds - 4 <= ahead < found.rounds, "all but the first, and the last, which the end cuts short"
+    assert 0 <= found.decode_seconds - found.verify_seconds < 0.05
 
 
 def test_two_decoders_take_turns():

@@ -5,7 +5,6 @@ import errno
 import hashlib
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -301,22 +300,27 @@ def test_a_stage_that_fails_leaves_what_was_there(stage, error, small, request_o
 
 
 def test_what_a_killed_lowering_left_is_removed_by_the_next_one(tmp_path):
-    """Not what another process is making, nor what one of another machine may be."""
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    names = {
-        f".out-{platform.node()}-{ended.pid}-abc": False,
-        f".out-{platform.node()}-{os.getpid()}-abc": True,
-        f".out-elsewhere-{ended.pid}-abc": True,
-        f".other-{platform.node()}-{ended.pid}-abc": True,
-    }
-    for name in names:
-        (tmp_path / name / "new").mkdir(parents=True)
-    with lower_module.making(tmp_path / "out") as folder:
-        (folder / "manifest.json").write_text("{}")
-        (own,) = {p.name for p in tmp_path.iterdir()} - set(names)
-        assert own.startswith(f".out-{platform.node()}-{os.getpid()}-"), "the next one would know it"
-    assert {p.name for p in tmp_path.iterdir()} == {"out", *(name for name, stays in names.items() if stays)}
+    """Not what another process is making, nor what is another's."""
+    code = (
+        "import sys, time; from pathlib import Path; from eyas.lowering.lower import making\n"
+        "with making(Path(sys.argv[1])): print('made', flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    killed, living = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2))
+    try:
+        assert killed.stdout.readline() == living.stdout.readline() == "made\n"
+        (tmp_path / ".out-of-something-else").mkdir()
+        killed.kill()
+        killed.wait()
+        for lock in tmp_path.glob(".out-*/lock"):
+            os.utime(lock, (0, 0))  # as if made long ago
+        with lower_module.making(tmp_path / "out") as folder:
+            (folder / "manifest.json").write_text("{}")
+            assert len(list(tmp_path.glob(".out-*/lock"))) == 2, "the living one's and this one's"
+        assert living.poll() is None and len(list(tmp_path.glob(".out-*/new"))) == 1
+    finally:
+        living.kill()
+    assert {p.name for p in tmp_path.iterdir()} >= {"out", ".out-of-something-else"}
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -786,7 +790,7 @@ def test_the_report(request_of, monkeypatch):
     assert all(0 < seconds < 60 for seconds in report.seconds.values())
     assert 100e6 < report.peak_bytes <= peak_rss() and report.peak_child_bytes > 10e6
     written = json.loads(json.dumps(report.to_json()))
-    assert written["path"] == "out" and written["total_seconds"] == pytest.approx(sum(report.seconds.values()))
+    assert written["path"] == "out" and written["total_seconds"] >= sum(report.seconds.values()) - 0.01
     said = "\n".join(progress.notes)
     for part in (
         "draft: format: none, this head is UNTRAINED", "estimate: weights 0 MB", "weights: int8: 17 matrices",

@@ -396,7 +396,7 @@ def test_lowering_says_what_it_does_on_stderr(tiny, tool, tmp_path):
     figures = json.loads(stats.read_text())
     assert figures["path"] == "out" and figures["cached"] == {"program": True}
     assert {"read checkpoints", "weights", "write data", "tokenizer", "manifest", "check"} <= set(figures["seconds"])
-    assert figures["total_seconds"] == pytest.approx(sum(figures["seconds"].values()))
+    assert figures["total_seconds"] >= sum(figures["seconds"].values()) - 0.01
     assert figures["bytes"] == {
         name: (out / name).stat().st_size for name in ("model.pte", "model.ptd", "tokenizer.json")
     }
@@ -614,10 +614,10 @@ def test_lengths_around_windows_and_chunks(tiny, tool, monkeypatch, tmp_path):
     found = json.loads(stats.read_text())["lengths"]
     assert code == 0 and "greedy text, and that of K=1; K=4; K=7; oracle, K=4" in out
     assert [(row["length"], row["new_tokens"]) for row in found] == [
-        (length, 64 - length) for length in (1, 2, 7, 8, 9, 15, 16, 17, 63)
+        (length, 64 - length) for length in (1, 2, 7, 8, 9, 15, 16, 17, 55, 63)
     ]  # fmt: skip
     assert all(row["identical"] and not row["different"] for row in found)
-    assert all(2 < row["tau"] < 5 for row in found[:-1]), "a window that rejected drafts have wrapped"
+    assert all(2 < row["tau"] < 5 for row in found[:-2]), "a window that rejected drafts have wrapped"
 
     speculate = SpeculativeDecoder._round
 
@@ -637,9 +637,9 @@ def test_lengths_that_fit():
     from eyas.tools.bench_identity import lengths_of
 
     facts = {"get_sliding_window": 0, "get_max_prefill_chunk": 20, "get_max_seq_len": 100}
-    assert lengths_of(facts) == [1, 2, 9, 41, 99]
+    assert lengths_of(facts) == [1, 2, 9, 36, 41, 91, 99]
     facts |= {"get_sliding_window": 50, "get_max_seq_len": 52}
-    assert lengths_of(facts) == [1, 2, 9, 41, 49, 50, 51]
+    assert lengths_of(facts) == [1, 2, 9, 41, 43, 49, 50, 51]
     assert lengths_of(facts | {"get_max_seq_len": 2}) == [1]
 
 

@@ -69,7 +69,7 @@ def bench_e2e(
                 chain: time_round(decoder, ids, chain, decoding[chain], phases) for chain, decoder in shown.items()
             }
         show_rounds(figures["rounds"], console)
-        figures["memory"] = memory | memory_at_last(free)
+        figures["memory"] = memory_at_last(memory, free)
         show_memory(figures["memory"], console)
     if with_peers:
         rates = {chain: row["tokens_per_second"] for chain, row in decoding.items()}
@@ -276,22 +276,23 @@ def memory_of_calls(program: Program, free: int) -> dict[str, int]:
     beside them.
     """
     found = {"weights and caches": program.buffers.nbytes, "taken by loading": free - torch.cuda.mem_get_info()[0]}
-    most = 0
+    most = peak = 0
     for method in program.methods.values():
         inputs = inputs_of(method, 0, method.max_rows, int(program.constants["get_vocab_size"]))
         torch.cuda.synchronize()
+        peak = max(peak, torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         method(*inputs)
         torch.cuda.synchronize()
         most = max(most, torch.cuda.max_memory_allocated() - before)
-    return found | {"largest call": most}
+    return found | {"largest call": most, "tensors at most": peak}
 
 
-def memory_at_last(free: int) -> dict[str, int]:
-    """Bytes: tensors at most, torch's allocator, and all that is gone of the ``free`` ones."""
-    return {
-        "tensors at most": torch.cuda.max_memory_allocated(),
+def memory_at_last(memory: dict[str, int], free: int) -> dict[str, int]:
+    """``memory`` of calls, and bytes: tensors at most, torch's allocator, and all that is gone of the ``free`` ones."""
+    return memory | {
+        "tensors at most": max(memory["tensors at most"], torch.cuda.max_memory_allocated()),
         "torch's allocator": torch.cuda.memory_reserved(),
         "taken of the card": free - torch.cuda.mem_get_info()[0],
     }

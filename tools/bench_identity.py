@@ -114,12 +114,16 @@ def rows_equal(program: Program, ids: list[int]) -> tuple[bool, list[str]]:
 
 
 def lengths_of(constants: dict[str, object]) -> list[int]:
-    """Lengths of prompts that fit: the shortest, around one and two windows, past two chunks, and the longest."""
+    """Lengths of prompts that fit: the shortest, around one and two windows, past two chunks, the longest whose rounds
+    meet the end of the caches, and the longest.
+    """
     window, chunk, most = (
         int(constants[f"get_{fact}"]) for fact in ("sliding_window", "max_prefill_chunk", "max_seq_len")
     )
     around = [n * window + off for n in (1, 2) for off in (-1, 0, 1)] if window else []
-    return sorted({n for n in (1, 2, 9, *around, 2 * chunk + 1, most - 1) if 1 <= n < most})
+    return sorted(
+        {n for n in (1, 2, 9, *around, 2 * chunk + 1, most - LENGTHS_NEW_TOKENS, most - 9, most - 1) if 1 <= n < most}
+    )
 
 
 def ways_to_decode(program: Program) -> Iterator[tuple[str, GreedyDecoder, dict[str, int]]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+PATIENCE = 10.0  # seconds that cleaning up may take before another SIGTERM interrupts it
 HEARTBEAT = 10.0  # seconds between signs of life where there is no terminal
 USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, MemoryError, KeyError, TypeError)
 
@@ -68,11 +69,15 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def asked_to_end() -> Iterator[None]:
-    """Raises ``Terminated`` in the block when the process is sent SIGTERM, once."""
+    """Raises ``Terminated`` in the block when the process is sent SIGTERM; more of them are not heard for a while."""
+
+    asked = float("-inf")
 
     def terminate(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
+        nonlocal asked
+        if time.monotonic() - asked > PATIENCE:
+            asked = time.monotonic()
+            raise Terminated
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -81,7 +86,7 @@ def asked_to_end() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def run_tool(body: Callable[[], int]) -> int:
