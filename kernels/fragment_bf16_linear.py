@@ -13,7 +13,16 @@ from torch import Tensor
 
 from eyas.kernels.fragment_int8_linear import COLUMNS, checked_width, plan
 from eyas.kernels.fragment_int8_linear import supports as supports
-from eyas.kernels.fragment_linear import ASM, MAX_ROWS, TILE, add_splits, ordered_rows, wrap
+from eyas.kernels.fragment_linear import (
+    ASM,
+    MAX_ROWS,
+    TILE,
+    add_splits,
+    ordered_rows,
+    places_of_x,
+    store_sums,
+    wrap,
+)
 
 
 def pack_bf16_fragments(weight: Tensor) -> Tensor:
@@ -67,9 +76,7 @@ def fragment_bf16_kernel(
     # The last dimension of a load goes over the threads of a warp, the first one over the warps.
     word = tl.arange(0, UNITS * UNIT // 256)[None, :, None] * 256 + tl.arange(0, 256)[None, None, :]
     words_ptr += tile.to(tl.int64)[:, None, None] * (ALL_UNITS * UNIT) + word
-    entry = tl.arange(0, 256)[None, None, :]
-    row = tl.arange(0, ROWS // 8)[None, :, None] * 8 + entry // 32
-    column = tl.arange(0, UNITS)[:, None, None] * 32 + entry % 32
+    row, column = places_of_x(COLUMNS, ROWS)
     acc = tl.zeros([TILES, TILE, ROWS], tl.float32)
     for i in tl.range(0, STEPS, num_stages=STAGES):
         step = split * STEPS + i
@@ -85,11 +92,7 @@ def fragment_bf16_kernel(
             words, x = words.to(tl.float32), x.to(tl.float32)
         _, ordered = ordered_rows(x, TILES, COLUMNS, ROWS)
         acc = tl.dot(_fragments(words, TILES, UNITS, TILE), ordered, acc=acc)
-    out = tl.reshape(acc, [TILES * TILE, ROWS])
-    n = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)[:, None]
-    m = tl.arange(0, ROWS)[None, :]
-    out_ptr += split * (M * N)
-    tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+    store_sums(out_ptr, tl.reshape(acc, [TILES * TILE, ROWS]), split, M, N, TILES * TILE, ROWS)
 
 
 @triton.jit

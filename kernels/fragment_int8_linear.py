@@ -19,6 +19,8 @@ from eyas.kernels.fragment_linear import (
     add_splits,
     choose_splits,
     ordered_rows,
+    places_of_x,
+    store_sums,
     wrap,
 )
 from eyas.kernels.int8_linear import dequantize
@@ -131,9 +133,7 @@ def fragment_int8_kernel(
     # The last dimension of a load goes over the threads of a warp, the first one over the warps.
     word = tl.arange(0, UNITS * R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
     words_ptr += tile.to(tl.int64)[:, None, None] * (ALL_UNITS * R * 128) + word
-    entry = tl.arange(0, 256)[None, None, :]
-    row = tl.arange(0, ROWS // 8)[None, :, None] * 8 + entry // 32
-    column = tl.arange(0, UNITS)[:, None, None] * 32 + entry % 32
+    row, column = places_of_x(COLUMNS, ROWS)
     acc = tl.zeros([TILES, TILE, ROWS], tl.float32)
     for i in tl.range(0, STEPS, num_stages=STAGES):
         step = split * STEPS + i
@@ -151,10 +151,8 @@ def fragment_int8_kernel(
         acc = tl.dot(_fragments(words, TILES, UNITS, TILE, ASM), ordered, acc=acc)
     out = tl.reshape(acc, [TILES * TILE, ROWS])
     n = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)[:, None]
-    m = tl.arange(0, ROWS)[None, :]
     out *= tl.load(scales_ptr + n, mask=n < N, other=0.0)
-    out_ptr += split * (M * N)
-    tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+    store_sums(out_ptr, out, split, M, N, TILES * TILE, ROWS)
 
 
 @triton.jit

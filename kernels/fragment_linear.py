@@ -184,6 +184,25 @@ def ordered_rows(x, TILES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constex
     return tl.reshape(b, shape), tl.reshape(any_order, shape)
 
 
+@triton.jit
+def places_of_x(COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Rows and columns of x for the loads that ``ordered_rows`` takes, ``[1, ROWS / 8, 256]`` and ``[COLUMNS / 32, 1,
+    256]``: the last dimension goes over the threads of a warp.
+    """
+    entry = tl.arange(0, 256)[None, None, :]
+    row = tl.arange(0, ROWS // 8)[None, :, None] * 8 + entry // 32
+    return row, tl.arange(0, COLUMNS // 32)[:, None, None] * 32 + entry % 32
+
+
+@triton.jit
+def store_sums(out_ptr, sums, split, M, N: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):
+    """A program's sums ``[OUTPUTS, ROWS]`` of a split into ``out`` of ``[S, M, N]``."""
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
+    m = tl.arange(0, ROWS)[None, :]
+    out_ptr += split * (M * N)
+    tl.store(out_ptr + m * N + n, sums.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+
+
 @triton.jit(do_not_specialize=["M"])
 def fragment_kernel(
     x_ptr, words_ptr, scales_ptr, offsets_ptr, out_ptr, M,
@@ -210,9 +229,7 @@ def fragment_kernel(
     word = tl.arange(0, UNITS * R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
     words_ptr += tile.to(tl.int64)[:, None, None] * (ALL_UNITS * R * 128) + word
     scale = (tile * (GROUPS * TILE))[:, None] + tl.arange(0, TILE)[None, :]
-    entry = tl.arange(0, 256)[None, None, :]
-    row = tl.arange(0, ROWS // 8)[None, :, None] * 8 + entry // 32
-    column = tl.arange(0, COLUMNS // 32)[:, None, None] * 32 + entry % 32
+    row, column = places_of_x(COLUMNS, ROWS)
     acc = tl.zeros([TILES, TILE, ROWS], tl.float32)
     bias = tl.full([TILES, 16, COLUMNS], -16.0 if OFFSETS else -24.0, tl.float32)
     for i in tl.range(0, STEPS, num_stages=STAGES):
@@ -243,11 +260,7 @@ def fragment_kernel(
             offsets = offsets.to(tl.float32) * -0.0625
             offsets = tl.permute(tl.reshape(offsets, [TILES, 8, TILE // 8]), [0, 2, 1])
             acc += sums * tl.reshape(offsets, [TILES, TILE])[:, :, None]
-    out = tl.reshape(acc, [TILES * TILE, ROWS])
-    n = tl.program_id(0) * (TILES * TILE) + tl.arange(0, TILES * TILE)[:, None]
-    m = tl.arange(0, ROWS)[None, :]
-    out_ptr += split * (M * N)
-    tl.store(out_ptr + m * N + n, out.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
+    store_sums(out_ptr, tl.reshape(acc, [TILES * TILE, ROWS]), split, M, N, TILES * TILE, ROWS)
 
 
 @triton.jit

@@ -126,7 +126,7 @@ def rewrite(program: Program, edits: Edits, nodes: dict[str, Node], group: Group
     """One projection and its slices in the place of a group's. ``nodes``: placeholders of the method's constants;
     ``values``: of the program's, gains what is fused.
     """
-    first, graph, types = group.nodes[0], edits.ep.graph, Types()
+    first, graph = group.nodes[0], edits.ep.graph
     fused = []
     for names in group.names:
         name = f"{names[0]}.fused"
@@ -139,14 +139,7 @@ def rewrite(program: Program, edits: Edits, nodes: dict[str, Node], group: Group
         arguments.pop()
     for place, node in zip(places(first), fused, strict=True):
         arguments[place] = node
-    mode, x = first.meta["val"].fake_mode, given(first, 0).meta["val"]
-
-    def emit(target: torch._ops.OpOverload, *args: object) -> Node:
-        made = graph.call_function(target, args)
-        made.meta = {key: value for key, value in first.meta.items() if key != "val"}
-        made.meta["val"] = types.result(target, args, {}, mode)
-        return made
-
+    emit, x = Types().emitter(graph, first), given(first, 0).meta["val"]
     with graph.inserting_before(first):
         whole, start, slices = emit(first.target, *arguments), 0, []
         for node in group.nodes:

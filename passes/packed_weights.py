@@ -68,16 +68,9 @@ class Use:
             if name not in nodes:
                 nodes[name] = edits.add_constant(name, values[name], old["weight"])
             new.append(nodes[name])
-        mode = node.meta["val"].fake_mode
         with graph.inserting_before(node):
-
-            def emit(target: Callable, *args) -> Node:
-                made = graph.call_function(target, args)
-                made.meta = {k: v for k, v in node.meta.items() if k != "val"}
-                made.meta["val"] = types.result(target, args, {}, mode)
-                return made
-
-            result = self.form.emit(emit, self, new, old["weight"].meta["val"].shape)
+            shape = old["weight"].meta["val"].shape
+            result = self.form.emit(types.emitter(graph, node), self, new, shape)
         edits.replace(node, result)
 
 

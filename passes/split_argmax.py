@@ -100,18 +100,12 @@ def parts_of(width: int) -> int | None:
 
 def rewrite(edits: Edits, node: Node, types: Types) -> tuple[Node, Node]:
     """Puts an argmax in two levels in the place of a node. Returns the inner and the outer argmax."""
-    graph, mode = edits.ep.graph, node.meta["val"].fake_mode
+    graph = edits.ep.graph
+    emit = types.emitter(graph, node)
     x, keepdim = given(node, 0), given(node, 2)
     *lead, width = x.meta["val"].shape
     parts = parts_of(width)
     length = width // parts
-
-    def emit(target: torch._ops.OpOverload, *args: object) -> Node:
-        made = graph.call_function(target, args)
-        made.meta = {key: value for key, value in node.meta.items() if key != "val"}
-        made.meta["val"] = types.result(target, args, {}, mode)
-        return made
-
     with graph.inserting_before(node):
         shape = [*(size if isinstance(size, int) else -1 for size in lead), parts, length]
         split = emit(aten.reshape.default, x, shape)

@@ -25,6 +25,20 @@ class Types:
                 self._known[key] = target(*args, **kwargs)
         return self._known[key]
 
+    def emitter(self, graph: torch.fx.Graph, like: Node) -> Callable[..., Node]:
+        """What adds calls of operators, with positional arguments, to a graph at its insertion point: for nodes that
+        take the place of ``like``, with all that it carries but its type.
+        """
+        mode = like.meta["val"].fake_mode
+
+        def emit(target: Callable, *args: object) -> Node:
+            made = graph.call_function(target, args)
+            made.meta = {name: value for name, value in like.meta.items() if name != "val"}
+            made.meta["val"] = self.result(target, args, {}, mode)
+            return made
+
+        return emit
+
 
 def key_of(value: object) -> object:
     """Something hashable that is equal for values of equal type: of a tensor its dtype, device, sizes and strides."""
