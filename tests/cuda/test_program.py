@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -158,12 +158,17 @@ def test_another_card_and_a_file_cut_short(folder, tmp_path):
 
 def test_a_card_without_room(folder):
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    before, taken = torch.cuda.memory_reserved(), []
     torch.cuda.set_per_process_memory_fraction(1e-9)
     try:
+        for size in (2**power for power in range(24, 8, -1)):  # what the allocator holds already
+            with suppress(torch.cuda.OutOfMemoryError):
+                while True:
+                    taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
         with pytest.raises(ContainerError, match="the card has no room for"):
             Artifact.open(folder).load()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    taken.clear()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before
