@@ -1,7 +1,10 @@
 """A loaded artifact on a CUDA card: weights and caches once, and methods that run on torch's current stream."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -100,6 +103,32 @@ def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+class Workspace:
+    """A stream of the card, and the memory of what is computed on it: CUDA graphs share it, since one runs after the
+    other, and calls may, whose results nobody keeps while a graph runs.
+    """
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        torch.zeros(1, device="cuda")
+        self._kept = self.capture(lambda: torch.zeros(1, device="cuda"))  # torch drops a pool with its last graph
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Has this thread's calls run on the stream and allocate in the pool."""
+        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(SimpleNamespace(id=self.pool)):
+            yield
+
+    def capture(self, calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """The graph of what ``calls`` does. What it calls must have run before."""
+        graph = torch.cuda.CUDAGraph()
+        self.stream.synchronize()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            calls()
+        return graph
+
+
 class CudaMethod(Method):
     """One method: as ``Method`` with arrays of the host or tensors of the card, and ``run`` for the latter alone."""
 
@@ -125,6 +154,11 @@ class CudaProgram(Program):
 
     def _open(self, file: ProgramFile, mutable: list[str], folder: Path) -> None:
         self.buffers = CudaBufferPool(self.artifact.path / DATA, mutable)
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """Where its rounds are computed, of all its decoders."""
+        return Workspace()
 
     def _container(self, path: Path) -> CudaContainer:
         return CudaContainer(path)

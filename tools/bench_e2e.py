@@ -53,6 +53,7 @@ def bench_e2e(
     with progress.stage("decoding"):
         decoding = time_decoding(greedy, speculative, ids, new_tokens, repeats, chains)
     show_decoding(decoding, f"{context} tokens of context, {new_tokens} new ones, medians of {repeats}", console)
+    memory = memory_of_decoding(memory, free) if memory else {}
     at = last_position(speculative, context, speculative.max_chain + 1)
     with progress.stage("phases"):
         phases = time_phases(program, text_ids(open_tokenizer(artifact), speculative.max_chain + 1), at)
@@ -69,8 +70,8 @@ def bench_e2e(
                 chain: time_round(decoder, ids, chain, decoding[chain], phases) for chain, decoder in shown.items()
             }
         show_rounds(figures["rounds"], console)
-        figures["memory"] = memory_at_last(memory, free)
-        show_memory(figures["memory"], console)
+        show_memory(memory, console)
+        figures["memory"] = memory
     if with_peers:
         rates = {chain: row["tokens_per_second"] for chain, row in decoding.items()}
         figures["peers"] = bench_peers(artifact, program.device, ids, new_tokens, repeats, rates, progress, console)
@@ -226,7 +227,7 @@ def replay_us(decoder: GreedyDecoder, chain: int, anchor: int, position: int, en
         raise ValueError(f"two rounds of {chain} proposals do not fit between positions {position} and {end}")
     while done < REPLAYS:
         n = min(fit, REPLAYS - done)
-        rounds.begin(anchor, position, None)
+        rounds.begin(anchor, position)
         spent, done = spent + n * rounds.replay_us(chain, n), done + n
     return spent / done
 
@@ -276,24 +277,27 @@ def memory_of_calls(program: Program, free: int) -> dict[str, int]:
     beside them.
     """
     found = {"weights and caches": program.buffers.nbytes, "taken by loading": free - torch.cuda.mem_get_info()[0]}
-    most = peak = 0
+    most = 0
     for method in program.methods.values():
         inputs = inputs_of(method, 0, method.max_rows, int(program.constants["get_vocab_size"]))
         torch.cuda.synchronize()
-        peak = max(peak, torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         method(*inputs)
         torch.cuda.synchronize()
         most = max(most, torch.cuda.max_memory_allocated() - before)
-    return found | {"largest call": most, "tensors at most": peak}
+    torch.cuda.empty_cache()  # what these calls had
+    torch.cuda.reset_peak_memory_stats()
+    return found | {"largest call": most}
 
 
-def memory_at_last(memory: dict[str, int], free: int) -> dict[str, int]:
-    """``memory`` of calls, and bytes: tensors at most, torch's allocator, and all that is gone of the ``free`` ones."""
+def memory_of_decoding(memory: dict[str, int], free: int) -> dict[str, int]:
+    """``memory`` of calls, and what decoding since then had, in bytes: its tensors and torch's allocator at most, and
+    all that is gone of the ``free`` ones.
+    """
     return memory | {
-        "tensors at most": max(memory["tensors at most"], torch.cuda.max_memory_allocated()),
-        "torch's allocator": torch.cuda.memory_reserved(),
+        "tensors at most": torch.cuda.max_memory_allocated(),
+        "torch's allocator at most": torch.cuda.max_memory_reserved(),
         "taken of the card": free - torch.cuda.mem_get_info()[0],
     }
 

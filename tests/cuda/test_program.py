@@ -1,5 +1,6 @@
 """A tiny program on the card: lowered there, loaded, and decoded with and without CUDA graphs."""
 
+import gc
 import json
 import shutil
 from contextlib import nullcontext, suppress
@@ -67,6 +68,37 @@ def test_texts_are_the_same_with_graphs_without_and_for_every_chain(program, len
         oracle.text = [*ids, *want]
         assert text(oracle, ids, chain=chain) == want
         assert length > 32 or oracle.statistics.tau > 1.2, "a window that rejected drafts have wrapped"
+
+
+@pytest.mark.parametrize("length", (WINDOW, 2 * WINDOW + 3, 40))
+def test_a_prompt_seeds_the_draft_alike_with_graphs_and_without(program, length):
+    """Calls for a prompt have their tensors where the graphs have theirs; what is handed on must outlive the next."""
+    seeds = []
+    for graphs in (True, False):
+        decoder = open_decoder(program, "speculative", graphs)
+        for _ in range(2):  # the second finds the graphs captured
+            next(decoder.generate(prompt(length), LENGTH, (), 3))
+            seeds.append((int(decoder.rounds.first), decoder.rounds.g.clone()))
+    assert all(first == seeds[0][0] and torch.equal(g, seeds[0][1]) for first, g in seeds)
+
+
+def test_all_decoders_of_a_program_share_one_pool_of_memory(folder):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    program = Artifact.open(folder).load()
+    decoders = [open_decoder(program, kind) for kind in ("greedy", "speculative", "speculative")]
+    text(decoders[0], prompt(40))
+    taken = torch.cuda.memory_reserved()
+    for decoder in decoders[1:]:
+        for chain in range(1, decoder.max_chain + 1):
+            text(decoder, prompt(40), chain=chain)
+    assert before < torch.cuda.memory_reserved() <= taken + (2 << 20)
+    pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot() if segment["active_size"]}
+    assert program.workspace.pool in pools
+    del program, decoders, decoder
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
 
 
 def test_rows_have_the_bits_that_they_have_alone(program):
