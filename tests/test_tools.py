@@ -602,6 +602,29 @@ def test_acceptance_by_kind(tiny, tool, tmp_path):
     assert code == 2 and "holds no prompts; expected held_out.json of a trained head" in one_line(err)
 
 
+def test_bench_texts_of_two_heads_of_one_target(chain, tool, tmp_path):
+    """Their target's methods have one code and one result; what the heads propose changes no text."""
+    stats, heads = tmp_path / "stats.json", (chain("accept").path, chain("reject").path)
+    code, out, _ = tool(bench, "--stats-json", stats, "texts", *heads, "--prompts", 2, "--new-tokens", 8)
+    figures = json.loads(stats.read_text())
+    outputs = figures["outputs"]
+    assert code == 1 and not figures["ok"] and (figures["identical"], figures["texts"]) == (4, 4)
+    assert {name: different > 0 for name, (_, different) in outputs.items()} == {
+        "prefill": False, "target_verify": False, "draft_decode": True,
+    }  # fmt: skip
+    assert outputs["target_verify"][0] == 2 * (64 // 8 + 8 + 7), "ids and features, by calls of 8 rows, and of 1 to 8"
+    assert f"draft_decode: {outputs['draft_decode'][1]} of {outputs['draft_decode'][0]} outputs differ\n" in out
+    code, _, _ = tool(bench, "texts", heads[0], heads[0], "--prompts", 1, "--new-tokens", 4)
+    assert code == 0
+
+
+def test_bench_texts_of_two_models(gemma4, tiny, tool):
+    code, _, err = tool(bench, "texts", tiny.path, gemma4.path)
+    assert code == 2 and re.search(
+        r"different calls: .*'rows of target_verify': 8.* and .*'rows of target_verify': 4", err
+    )
+
+
 def test_identity_fails_where_a_token_differs(tiny, tool, monkeypatch):
     monkeypatch.setattr(SpeculativeDecoder, "_round", lambda self, *_: [5])
     code, out, _ = tool(bench, "identity", tiny.path, "--prompts", 1, "--new-tokens", 4, "--no-eager")

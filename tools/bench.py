@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     identity.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
     identity.add_argument("--lengths", action="store_true", help="also prompts around windows, chunks and the end")
     identity.add_argument("--no-eager", action="store_true", help="leave out the comparison with the eager module")
-    texts = commands.add_parser("texts", help="whether two artifacts of one model write the same")
+    texts = commands.add_parser("texts", help="whether two artifacts of one model give the same bits and texts")
     texts.add_argument("artifacts", type=Path, nargs=2, help="folders that lower.py wrote")
     texts.add_argument("--prompts", type=int, default=20, help="how many of the fixed prompts (default 20)")
     texts.add_argument("--new-tokens", type=int, default=128, help="new tokens a prompt (default 128)")
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
         figures = bench_identity(args.artifact, args.prompts, args.new_tokens, not args.no_eager, args.lengths)
     elif args.command == "texts":
-        from eyas.tools.bench_program import bench_texts
+        from eyas.tools.bench_texts import bench_texts
 
         figures = bench_texts(args.artifacts, args.prompts, args.new_tokens)
     elif args.command == "acceptance":

@@ -23,30 +23,10 @@ from eyas.runtime.artifact import Artifact, Program
 from eyas.runtime.decoding import positions, tokens
 from eyas.runtime.session import open_decoder, open_tokenizer
 from eyas.tools.bench_peers import load_peer
-from eyas.tools.prompts import PROMPTS, TEXT
+from eyas.tools.prompts import TEXT
 from eyas.training.generate import before_loops, repeated_share
 
 LOGIT_BOUND = 5e-3  # the most that float32 logits of the two implementations may differ
-
-
-def bench_texts(paths: list[Path], n_prompts: int, new_tokens: int) -> dict[str, object]:
-    """Greedy and speculative text of two artifacts of one model, lowered in different ways."""
-    console, texts = Console(), []
-    for path in paths:
-        artifact = Artifact.open(path)
-        program, tokenizer = artifact.load(), open_tokenizer(artifact)
-        found = []
-        for text in PROMPTS[:n_prompts]:
-            ids = tokenizer.encode(text)
-            for decoder in (open_decoder(program, "greedy"), open_decoder(program, "speculative")):
-                found.append([t for block in decoder.generate(ids, new_tokens, stop_ids=()) for t in block])
-        texts.append(found)
-        console.print(f"{path.name}: {artifact.manifest['pipeline']}")
-    same = sum(a == b for a, b in zip(*texts, strict=True))
-    console.print(
-        f"{same} of {len(texts[0])} texts identical ({n_prompts} prompts x {new_tokens} tokens, both decoders)"
-    )
-    return {"texts": len(texts[0]), "identical": same, "ok": same == len(texts[0])}
 
 
 def bench_acceptance(
