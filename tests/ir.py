@@ -153,9 +153,10 @@ def assert_derived(program: Program, before: dict[str, Tensor], suffix: str) -> 
         assert_equal([program.derived[name].compute(before)], [value])
 
 
-def assert_close(got: Iterable[Tensor], expected: Iterable[Tensor], atol: float) -> None:
+def assert_close(got: Iterable[Tensor], expected: Iterable[Tensor], tolerance: float) -> None:
+    """``tolerance``: of numbers up to 1; larger ones may differ by as much of themselves."""
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=atol, rtol=0)
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
 def check(subject: Program | str, checks: str) -> None:
