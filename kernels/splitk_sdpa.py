@@ -43,7 +43,8 @@ def supports(head_width: int, dtype: torch.dtype, batch: int, rows: int) -> str 
 @dataclass(frozen=True)
 class Plan:
     """How a problem is laid over the card: ``rows`` of a tile, ``keys`` of a turn, ``splits`` of a key head; ``ahead``:
-    the scores of a turn are computed during the one before.
+    the scores of a turn are computed during the one before; ``staged``: keys and values of the next turn wait in
+    registers, not in shared memory, so that all of a turn hides their loads and a turn may have more keys.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class Plan:
     warps: int
     stages: int
     ahead: bool
+    staged: bool = False
 
 
 def plan(heads: int, kv_heads: int, width: int, max_rows: int, window: int = 0) -> Plan:
@@ -78,12 +80,49 @@ def _turns(first, last, KEYS: tl.constexpr, SPLITS: tl.constexpr, split):
 
 
 @triton.jit
-def _cached(ptr, j, first, last, D: tl.constexpr, L: tl.constexpr, RING: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Keys or values at positions ``j``, zeros outside of ``first`` to ``last``: what is not live may hold anything."""
+def _rows(ptr, j, first, last, WIDTH: tl.constexpr, L: tl.constexpr, RING: tl.constexpr):
+    """Rows of ``WIDTH`` elements at positions ``j``, zeros outside of ``first`` to ``last``: what is not live may hold
+    anything.
+    """
     slot = j % L if RING else j
-    at = slot[:, None] * D + tl.arange(0, D)[None, :]
-    found = tl.load(ptr + at, mask=((j >= first) & (j <= last))[:, None], other=0)
+    at = slot[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return tl.load(ptr + at, mask=((j >= first) & (j <= last))[:, None], other=0)
+
+
+@triton.jit
+def _cached(ptr, j, first, last, D: tl.constexpr, L: tl.constexpr, RING: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Keys or values at positions ``j``, ``[KEYS, D]``."""
+    found = _rows(ptr, j, first, last, D, L, RING)
     return found.to(tl.float32) if INTERPRETED else found
+
+
+@triton.jit
+def _words(ptr, j, first, last, D: tl.constexpr, L: tl.constexpr, RING: tl.constexpr):
+    """As ``_cached``, two numbers a word, int32 ``[KEYS, D / 2]``: numbers of 16 bits that a loop hands on would be
+    taken apart.
+    """
+    return _rows(ptr.to(tl.pointer_type(tl.int32)), j, first, last, D // 2, L, RING)
+
+
+@triton.jit
+def _numbers(words, INTERPRETED: tl.constexpr):
+    """The numbers of ``_words``, ``[KEYS, D]``, in the registers that hold the words."""
+    KEYS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    if INTERPRETED:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(low, high), [KEYS, 2 * WORDS])
+    even, odd = tl.inline_asm_elementwise(
+        "mov.b32 $0, $2; mov.b32 $1, $3;",
+        "=r,=r,r,r",
+        [words],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )  # each of two words, whose halves have the places of the two
+    pairs = tl.reshape(tl.join(even, odd), [KEYS, WORDS // 2, 2, 2])  # half, word
+    return tl.reshape(tl.permute(pairs, [0, 1, 3, 2]), [KEYS, 2 * WORDS])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -91,7 +130,7 @@ def splitk_kernel(
     q_ptr, k_ptr, v_ptr, pos_ptr, sums_ptr, state_ptr, M, q_head_stride, q_row_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    STAGED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One split of one key head for ``ROWS`` of its GROUP x M query rows.
 
@@ -125,12 +164,22 @@ def splitk_kernel(
     products = tl.zeros([ROWS, KEYS], tl.float32)
     if AHEAD:
         products = tl.dot(q, tl.trans(_cached(k_ptr, j, first, last, D, L, RING, INTERPRETED)))
+    STEP: tl.constexpr = SPLITS * KEYS
+    BEFORE: tl.constexpr = STEP if AHEAD else 0  # that keys are read before values
+    if STAGED:
+        next_k = _words(k_ptr, j + BEFORE, first, last, D, L, RING)
+        next_v = _words(v_ptr, j, first, last, D, L, RING)
     # the interpreter cannot loop as often as the device says; tiles past the end change nothing
     MOST: tl.constexpr = L // KEYS // SPLITS + 2
     for turn in tl.range(0, MOST if INTERPRETED else tl.cdiv(end - begin, SPLITS), num_stages=STAGES):
         j = (begin + turn * SPLITS) * KEYS + tl.arange(0, KEYS)
-        v = _cached(v_ptr, j, first, last, D, L, RING, INTERPRETED)
-        k = _cached(k_ptr, j + SPLITS * KEYS if AHEAD else j, first, last, D, L, RING, INTERPRETED)
+        if STAGED:
+            k, v = _numbers(next_k, INTERPRETED), _numbers(next_v, INTERPRETED)
+            next_k = _words(k_ptr, j + STEP + BEFORE, first, last, D, L, RING)
+            next_v = _words(v_ptr, j + STEP, first, last, D, L, RING)
+        else:
+            v = _cached(v_ptr, j, first, last, D, L, RING, INTERPRETED)
+            k = _cached(k_ptr, j + BEFORE, first, last, D, L, RING, INTERPRETED)
         of_k = tl.dot(q, tl.trans(k))
         seen = j[None, :] <= pos[:, None]
         if RING:
@@ -229,7 +278,7 @@ def launch(
         q, k, v, input_pos, sums, state, rows, q.stride(1), q.stride(2), scale * 1.4426950408889634,
         HEADS=heads, KV_HEADS=kv_heads, D=width, L=size, WINDOW=window,
         ROWS=layout.rows, KEYS=layout.keys, SPLITS=layout.splits, STAGES=layout.stages, AHEAD=layout.ahead,
-        INTERPRETED=INTERPRETED,
+        STAGED=layout.staged, INTERPRETED=INTERPRETED,
         num_warps=layout.warps,
     )  # fmt: skip
     wrap(merge_kernel)[(heads * rows, width // 64)](

@@ -146,8 +146,8 @@ def test_weights_go_through_registers_alone(case, tmp_path):
     assert resource_usage(bytes.fromhex(facts["cubin"]), tmp_path / "kernel.cubin") <= 128  # 16 warps a multiprocessor
 
 
-def resource_usage(cubin, path):
-    """Registers of a thread; spilled ones fail."""
+def resource_usage(cubin, path, spilled=0):
+    """Registers of a thread; more than so many bytes of spilled ones fail."""
     import triton
 
     path.write_bytes(cubin)
@@ -156,5 +156,5 @@ def resource_usage(cubin, path):
     fields = dict(
         field.split(":") for field in usage.split() if field.count(":") == 1 and field.split(":")[1].isdigit()
     )
-    assert fields["STACK"] == fields["LOCAL"] == "0"
+    assert int(fields["STACK"]) <= spilled and fields["LOCAL"] == "0"
     return int(fields["REG"])

@@ -92,13 +92,15 @@ def test_plans(case, rows):
 
 COMPILE = """
 import json, sys
+from dataclasses import replace
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from eyas.kernels.splitk_sdpa import plan, splitk_kernel as kernel
 heads, kv_heads, width, window, size, rows = json.loads(sys.argv[1])
-layout = plan(heads, kv_heads, width, rows, window)
+layout = replace(plan(heads, kv_heads, width, rows, window), **json.loads(sys.argv[3]))
 values = dict(HEADS=heads, KV_HEADS=kv_heads, D=width, L=size, WINDOW=window, ROWS=layout.rows, KEYS=layout.keys,
-              SPLITS=layout.splits, STAGES=layout.stages, AHEAD=layout.ahead, INTERPRETED=False)
+              SPLITS=layout.splits, STAGES=layout.stages, AHEAD=layout.ahead, STAGED=layout.staged,
+              INTERPRETED=False)
 pointers = dict(q_ptr="*bf16", k_ptr="*bf16", v_ptr="*bf16", pos_ptr="*i64", sums_ptr="*fp32", state_ptr="*fp32")
 numbers = dict(M="i32", q_head_stride="i32", q_row_stride="i32", scale=sys.argv[2])
 names = kernel.arg_names
@@ -127,11 +129,28 @@ def test_keys_and_values_are_fetched_ahead(case, scale, tmp_path):
     """For Hopper, without a GPU: 16 bytes at a time, straight into shared memory; no spills. AOTInductor's scale is a
     float64.
     """
-    command = [sys.executable, "-c", COMPILE, json.dumps(case), scale]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    facts = json.loads(done.stdout)
-    assert "cp.async.cg.shared.global" in facts["ptx"] and facts["shared"] <= SHARED
+    facts = compiled(case, scale)
+    assert "cp.async.cg.shared.global" in facts["ptx"]
     tile = plan(case[0], case[1], case[2], case[5], case[3])
     product = "wgmma.mma_async.sync.aligned.m64" if tile.rows == 64 else "mma.sync.aligned.m16n8k16"
     assert product in facts["ptx"]
-    assert resource_usage(bytes.fromhex(facts["cubin"]), tmp_path / "kernel.cubin") <= 65536 // (32 * tile.warps)
+    assert resource_usage(facts["cubin"], tmp_path / "kernel.cubin") <= 65536 // (32 * tile.warps)
+
+
+@pytest.mark.slow
+def test_turns_that_wait_in_registers(tmp_path):
+    """Twice the keys a turn at width 512, in half of the shared memory: 16 bytes at a time, nothing taken apart."""
+    facts = compiled((*REAL[0], 131072, 8), "fp64", keys=32, stages=1, staged=True)
+    assert facts["shared"] <= 132 * 1024 and "cp.async" not in facts["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64" in facts["ptx"]
+    loop = facts["ptx"][facts["ptx"].index("wgmma.mma_async") :]
+    assert "ld.global.v4" in loop and "ld.global.b16" not in loop
+    resource_usage(facts["cubin"], tmp_path / "kernel.cubin", spilled=16)
+
+
+def compiled(case, scale, **layout):
+    """What the compiler makes of the kernel for Hopper: ``ptx``, ``cubin``, bytes of ``shared`` memory, which fit."""
+    command = [sys.executable, "-c", COMPILE, json.dumps(case), scale, json.dumps(layout)]
+    facts = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    assert facts["shared"] <= SHARED
+    return facts | {"cubin": bytes.fromhex(facts["cubin"])}

@@ -1,6 +1,6 @@
 """Attention split over the keys against float64, and bits of a row whatever else is in the call and the cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -113,6 +113,16 @@ def test_attention(problem):
     out = attend(problem, q, k, v, 0.1)
     assert out.shape == q.shape and out.dtype == torch.bfloat16 and out.transpose(1, 2).is_contiguous()
     assert error(out, expected(problem, q, k, v, 0.1), v) < ROUNDING
+
+
+@pytest.mark.parametrize("layout", [{"keys": 32, "ahead": True}, {"keys": 16, "ahead": False}], ids=str)
+@pytest.mark.parametrize("problem", [*SMALL, *(pytest.param(one, marks=gpu) for one in REAL[:5])], ids=str)
+def test_turns_that_wait_in_registers(problem, layout, monkeypatch):
+    """As the tuner has them: the plan of no problem yet."""
+    real = plan
+    monkeypatch.setattr(splitk_sdpa, "plan", lambda *one: replace(real(*one), staged=True, stages=1, **layout))
+    q, k, v = problem.history()
+    assert error(attend(problem, q, k, v, 0.1), expected(problem, q, k, v, 0.1), v) < ROUNDING
 
 
 @pytest.mark.parametrize("kind", ["large scores", "equal keys", "one key stands out", "falling", "rising", "zeros"])
