@@ -848,6 +848,22 @@ def test_cuda_kernels_need_a_card_and_known_kinds(tool, monkeypatch):
     assert (code, out) == (2, "") and "unknown kind 'fp8' of cuda kernels; allowed: int4, int8, att" in one_line(err)
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ((), 1, "no CUDA device was found; plans are for the card that they are tried on"),
+        (("--kinds", "int8"), 2, "kind 'int8' has no plans to try; allowed: int4, attention"),
+        (("--rows", "1,17"), 2, "--rows must lie in 1..16 for these kernels, got 17"),
+        (("--shape", "64"), 2, "--shape takes two numbers, outputs and inputs, got '64'"),
+        (("--shape", "64,x"), 2, "--shape takes comma-separated numbers of at least 1, got 'x'"),
+    ],
+)
+def test_plans_that_cannot_be_tried(options, code, said, tool, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found, out, err = tool(bench, "plans", *options)
+    assert (found, out) == (code, "") and said in one_line(err)
+
+
 def test_perplexity_of_recipes(tool, tmp_path):
     stats = tmp_path / "quant.json"
     code, out, _ = tool(bench, "--stats-json", stats, "quant", "--target", "tiny_gemma3", "--recipes", "int8,none")

@@ -1,6 +1,7 @@
 """Measures what the README states. Every figure is a median of repeated runs, beside its peer in the same run.
 
 python -m eyas.tools.bench kernels [--device cuda]
+python -m eyas.tools.bench plans
 python -m eyas.tools.bench e2e DIR
 python -m eyas.tools.bench identity DIR
 python -m eyas.tools.bench acceptance DIR --prompts HEAD/held_out.json
@@ -26,6 +27,10 @@ def parser() -> argparse.ArgumentParser:
     kernels.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default cpu)")
     kernels.add_argument("--kinds", default="int4,int8,attention", help="on cuda, which of them (default all)")
     kernels.add_argument("--no-executorch", action="store_true", help="on cuda, without the peers that tune themselves")
+    plans = commands.add_parser("plans", help="plans of the cuda kernels against others, on the card at hand")
+    plans.add_argument("--kinds", default="int4,attention", help="of which kernels (default int4,attention)")
+    plans.add_argument("--shape", default="43008,5376", help="outputs and inputs of an int4 weight (43008,5376)")
+    plans.add_argument("--rows", default="1,8,16", help="numbers of rows (default 1,8,16)")
     e2e = commands.add_parser("e2e", help="decoding of an artifact by chain, what a round is made of, and transformers")
     e2e.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     e2e.add_argument("--context", type=int, default=512, help="tokens of the prompt (default 512)")
@@ -96,6 +101,13 @@ def run(args: argparse.Namespace) -> int:
             from eyas.tools.bench_kernels import bench_kernels
 
             figures = bench_kernels(rows)
+    elif args.command == "plans":
+        from eyas.tools.bench_cuda_plans import bench_cuda_plans
+
+        shape = numbers("--shape", args.shape)
+        if len(shape) != 2:
+            raise ValueError(f"--shape takes two numbers, outputs and inputs, got {args.shape!r}")
+        figures = bench_cuda_plans(tuple(args.kinds.split(",")), tuple(shape), numbers("--rows", args.rows))
     elif args.command == "e2e":
         from eyas.tools.bench_e2e import bench_e2e
 

@@ -37,12 +37,12 @@ class Case:
         """Of the keys and values that a row sees."""
         return 4 * self.kv_heads * self.width * self.seen
 
-    def caches(self) -> list[tuple[Tensor, Tensor]]:
+    def caches(self, device: str = "cuda") -> list[tuple[Tensor, Tensor]]:
         """As many as are needed to come from memory each time."""
         made = []
         for _ in range(rotated(self.nbytes)):
             shape = 1, self.kv_heads, self.size, self.width
-            pair = tuple(torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+            pair = tuple(torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
             for cache in pair:
                 cache[:, :, : self.live].normal_()
             made.append(pair)

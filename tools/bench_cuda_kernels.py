@@ -45,11 +45,11 @@ class Weight:
     out_features: int
 
     @classmethod
-    def random(cls, n: int, k: int, group: int, offsets: bool) -> "Weight":
+    def random(cls, n: int, k: int, group: int, offsets: bool, device: str = "cuda") -> "Weight":
         tiles, units = -(-n // TILE), -(-k // unit_columns(group))
-        words = torch.empty(tiles, units, TILE * unit_columns(group) // 1024, 32, 4, dtype=torch.int32, device="cuda")
+        words = torch.empty(tiles, units, TILE * unit_columns(group) // 1024, 32, 4, dtype=torch.int32, device=device)
         words.random_(-(2**31), 2**31)
-        scales = torch.rand(tiles, -(-k // group), 8, TILE // 8, device="cuda").bfloat16()
+        scales = torch.rand(tiles, -(-k // group), 8, TILE // 8, device=device).bfloat16()
         return cls(words, scales, torch.randn_like(scales) if offsets else None, group, n)
 
     @property

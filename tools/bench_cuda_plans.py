@@ -1,0 +1,140 @@
+"""Times a kernel's plan against others on the card at hand: what ``plan`` of a kernel says was found so."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from eyas.kernels import fragment_linear, splitk_sdpa
+from eyas.tools.bench_cuda_attention import CASES, Case
+from eyas.tools.bench_cuda_kernels import RECIPES, Weight
+from eyas.tools.cuda_timing import REPLAYS, copy_rate, graph_us, rotated
+
+KINDS = ("int4", "attention")
+SHAPE = (43008, 5376)  # of an int4 weight
+WIDE = CASES[3]  # the longest cache at the largest width
+CLOSE = 2**-6  # two orders of sums, of the largest number
+
+
+def int4_plans(base: fragment_linear.Plan, group_size: int) -> Iterator[fragment_linear.Plan]:
+    """``base``, then what differs from it in steps in flight, warps a program, splits or units a step."""
+    yield base
+    yield from (replace(base, stages=stages) for stages in (2, 3, 4, 5) if stages != base.stages)
+    yield from (replace(base, tiles=tiles) for tiles in (1, 2, 4) if tiles != base.tiles)
+    yield replace(base, splits=2 * base.splits)
+    if group_size >= 128:
+        for splits in {base.splits, max(1, base.splits - 1)}:
+            for tiles in (1, 2):
+                yield from (fragment_linear.Plan(tiles, splits, 3 - base.units, stages) for stages in (2, 3, 4))
+
+
+def attention_plans(base: splitk_sdpa.Plan) -> Iterator[splitk_sdpa.Plan]:
+    """``base``, then one with more turns in flight, and turns that wait in registers."""
+    yield base
+    yield replace(base, stages=base.stages + 1)
+    for keys in (16, 32):
+        for ahead in (True, False):
+            yield replace(base, keys=keys, ahead=ahead, stages=1, staged=True)
+
+
+def time_plans(
+    kernels: ModuleType,
+    plans: Sequence[object],
+    calls: dict[int, tuple[Callable[[int], Tensor], int]],
+    title: str,
+    console: Console,
+    timed: Callable[[Callable[[int], object], int], float] = graph_us,
+) -> list[dict[str, object]]:
+    """Prints and returns microseconds of each plan by number of rows. ``calls``: by that number, what is called and how
+    many operands it takes in turns. Results are held against those of the first plan.
+    """
+    table, found, expected = Table(title=title), [], {}
+    for column in ("plan", *(f"M={rows}" for rows in calls), "differs"):
+        table.add_column(column, justify="right")
+    for layout in plans:
+        times, apart = {}, 0.0
+        with patch.object(kernels, "plan", lambda *_, layout=layout: layout):
+            for rows, (call, copies) in calls.items():
+                try:
+                    result = call(0).float()
+                    result = result.sum(0) if result.dim() == 3 else result  # of splits
+                    times[rows] = timed(call, max(8, copies))
+                except OutOfResources:
+                    times[rows] = None
+                    continue
+                want = expected.setdefault(rows, result)
+                apart = max(apart, float((result - want).abs().max() / want.abs().max()))
+        shown = ", ".join(f"{name}={value}" for name, value in vars(layout).items())
+        found.append({"plan": shown, "us": times, "apart": apart, "ok": apart < CLOSE})
+        cells = ["does not fit" if us is None else f"{us:.1f}" for us in times.values()]
+        table.add_row(shown, *cells, f"{apart:.4f}" + ("" if apart < CLOSE else " WRONG"))
+    console.print(table)
+    return found
+
+
+def int4_calls(shape: tuple[int, int], group: int, offsets: bool, rows: Sequence[int], device: str) -> dict:
+    """Products of a random weight, before the splits are added."""
+    n, k = shape
+    first = Weight.random(n, k, group, offsets, device)
+    weights = [first, *(Weight.random(n, k, group, offsets, device) for _ in range(rotated(first.nbytes) - 1))]
+    made = {}
+    for m in rows:
+        x = torch.randn(m, k, device=device).bfloat16()
+
+        def call(i: int, x=x) -> Tensor:
+            most = 8 if len(x) <= 8 else fragment_linear.MAX_ROWS
+            return fragment_linear.launch_splits(x, *weights[i % len(weights)].operands, max_rows=most)
+
+        made[m] = call, len(weights)
+    return made
+
+
+def attention_calls(case: Case, rows: Sequence[int], device: str) -> dict:
+    caches, made = case.caches(device), {}
+    for m in rows:
+        q = torch.randn(1, m, case.heads, case.width, device=device).bfloat16().transpose(1, 2)
+        positions = torch.arange(case.live - m, case.live, device=device)
+
+        def call(i: int, q=q, positions=positions) -> Tensor:
+            most = 8 if q.shape[2] <= 8 else splitk_sdpa.MAX_ROWS
+            return splitk_sdpa.launch(q, *caches[i % len(caches)], positions, 0.05, case.window, most)
+
+        made[m] = call, len(caches)
+    return made
+
+
+def bench_cuda_plans(kinds: tuple[str, ...], shape: tuple[int, int], rows: list[int]) -> dict[str, object]:
+    """A table for each recipe of an int4 weight ``(outputs, inputs)``, and one for attention over a long cache. Raises
+    ``RuntimeError`` without a GPU, ``ValueError`` for what has no plan.
+    """
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"kind {unknown[0]!r} has no plans to try; allowed: {', '.join(KINDS)}")
+    if bad := [m for m in rows if m > fragment_linear.MAX_ROWS]:
+        raise ValueError(f"--rows must lie in 1..{fragment_linear.MAX_ROWS} for these kernels, got {bad[0]}")
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device was found; plans are for the card that they are tried on")
+    console = Console(width=140)
+    console.print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy rate {copy_rate() / 1e12:.2f} TB/s; µs, "
+        f"medians of {REPLAYS - 2} graph replays"
+    )
+    made: dict[str, object] = {"device": torch.cuda.get_device_name()}
+    if "attention" in kinds:
+        base = splitk_sdpa.plan(WIDE.heads, WIDE.kv_heads, WIDE.width, max(rows), WIDE.window)
+        title = f"{WIDE.model}: {WIDE.live} keys of width {WIDE.width}"
+        calls = attention_calls(WIDE, rows, "cuda")
+        made["attention"] = time_plans(splitk_sdpa, list(attention_plans(base)), calls, title, console)
+    if "int4" in kinds:
+        for group, offsets in RECIPES:
+            base = fragment_linear.plan(*shape, group)
+            title = f"int4 products, {shape[0]}x{shape[1]}, groups of {group}{', zero points' if offsets else ''}"
+            calls = int4_calls(shape, group, offsets, rows, "cuda")
+            made[f"int4, {group}"] = time_plans(fragment_linear, list(int4_plans(base, group)), calls, title, console)
+    made["ok"] = all(row["ok"] for rows in made.values() if isinstance(rows, list) for row in rows)
+    return made
