@@ -31,27 +31,26 @@ class Rounds:
         """``device``: where the program's tensors are; anything but "cuda" is for tests, and has no graphs."""
         self.prefill, self.verify, self.draft = map(program.method, ("prefill", "target_verify", "draft_decode"))
         self.graphs = graphs
-        self._workspace = program.workspace if device == "cuda" else None
-        self._captured: dict[int | str, torch.cuda.CUDAGraph] = {}
-        most, width = int(program.constants["get_max_chain_len"]), self.draft.spec.inputs[1].sizes[2]
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        with self._on_stream():
-            self.anchor, self.first, self.position = zeros(1, 1), zeros(1, 1), zeros(1)
-            self.g = zeros(1, 1, width, dtype=torch.bfloat16)
-            self.window = torch.arange(most + 1, device=device)
-            # a chunk of the prompt for the draft: the token after each row, the target's features, the position of the
-            # first row, and the next row to do
-            self._following = zeros(1, self.prefill.max_rows)
-            self._features = zeros(1, self.prefill.max_rows, width, dtype=torch.bfloat16)
-            self._chunk_start, self._next = zeros(1), zeros(1)
-            self._result = zeros(most + 2)  # how many proposals were right, and the tokens after each row
-        # what the host reads of two rounds, and the time of the one before them
+        most = int(program.constants["get_max_chain_len"])
+        self.anchor, self.first, self.position = (
+            torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((1, 1), (1, 1), (1,))
+        )
+        width, chunk = self.draft.spec.inputs[1].sizes[2], self.prefill.max_rows
+        self.g = torch.zeros(1, 1, width, dtype=torch.bfloat16, device=device)
+        self.window = torch.arange(most + 1, device=device)
+        # a chunk of the prompt for the draft: the token after each row, the target's features, the position of the
+        # first row, and the next row to do
+        self._following = torch.zeros(1, chunk, dtype=torch.int64, device=device)
+        self._features = torch.zeros(1, chunk, width, dtype=torch.bfloat16, device=device)
+        self._chunk_start, self._next = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        # how many proposals were right, and the tokens after each row; what the host reads of two rounds, and the time
+        # of the one before them
+        self._result = torch.zeros(most + 2, dtype=torch.int64, device=device)
         self._copies = [torch.zeros(most + 2, dtype=torch.int64, pin_memory=device == "cuda") for _ in range(2)]
         self._copied = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device == "cuda" else None
         self._started = self._read = 0  # rounds
+        self._captured: dict[int | str, torch.cuda.CUDAGraph] = {}
+        self._workspace = program.workspace if device == "cuda" else None
 
     def workspace(self) -> AbstractContextManager[object]:
         """Has calls run on the rounds' stream, with their tensors in the memory of its graphs: what they give is lost
