@@ -35,7 +35,7 @@ class Rounds:
         self.anchor, self.first, self.position = (
             torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((1, 1), (1, 1), (1,))
         )
-        width, chunk = self.draft.spec.inputs[1].sizes[2], self.prefill.max_rows
+        width, chunk = self.draft.spec.inputs[1].sizes[2], max(self.prefill.max_rows, self.draft.max_rows)
         self.g = torch.zeros(1, 1, width, dtype=torch.bfloat16, device=device)
         self.window = torch.arange(most + 1, device=device)
         # a chunk of the prompt for the draft: the token after each row, the target's features, the position of the
@@ -50,21 +50,22 @@ class Rounds:
         self._copied = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device == "cuda" else None
         self._started = self._read = 0  # rounds
         self._captured: dict[int | str, torch.cuda.CUDAGraph] = {}
-        self._workspace = program.workspace if device == "cuda" else None
+        self._stream = program.stream if device == "cuda" else None
+        self._workspace = program.workspace if graphs else None
 
     def workspace(self) -> AbstractContextManager[object]:
-        """Has calls run on the rounds' stream, with their tensors in the memory of its graphs: what they give is lost
-        with the next graph.
+        """Has calls run on the rounds' stream, with their tensors in the memory of the graphs, if there are any: what
+        they give is lost with the next graph.
         """
-        return nullcontext() if self._workspace is None else self._workspace.entered()
+        return self._on_stream() if self._workspace is None else self._workspace.entered()
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._workspace is None else torch.cuda.stream(self._workspace.stream)
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
         """Returns when the card has done all that was started."""
-        if self._workspace is not None:
-            self._workspace.stream.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     @property
     def pending(self) -> int:
@@ -199,7 +200,7 @@ class Rounds:
 
     def begin(self, anchor: int, position: int) -> None:
         """Where a generation's rounds begin; the first proposal is ``seed``'s."""
-        if self._workspace is not None:
+        if self._stream is not None:
             torch.cuda.current_stream().synchronize()
         self.wait()
         self._read = self._started

@@ -104,12 +104,13 @@ def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 class Workspace:
-    """A stream of the card, and the memory of what is computed on it: CUDA graphs share it, since one runs after the
-    other, and calls may, whose results nobody keeps while a graph runs.
+    """The memory of what is computed on a stream of the card: CUDA graphs share it, since one runs after the other, and
+    calls may, whose results nobody keeps while a graph runs. It goes with the last graph, but for what cuBLAS keeps for
+    the stream.
     """
 
-    def __init__(self):
-        self.stream = torch.cuda.Stream()
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream = stream
         self.pool = torch.cuda.graph_pool_handle()
         torch.zeros(1, device="cuda")
         self._kept = self.capture(lambda: torch.zeros(1, device="cuda"))  # torch drops a pool with its last graph
@@ -156,9 +157,14 @@ class CudaProgram(Program):
         self.buffers = CudaBufferPool(self.artifact.path / DATA, mutable)
 
     @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """On which all its decoders compute."""
+        return torch.cuda.Stream()
+
+    @cached_property
     def workspace(self) -> Workspace:
-        """Where its rounds are computed, of all its decoders."""
-        return Workspace()
+        """Where those of its decoders that have CUDA graphs compute."""
+        return Workspace(self.stream)
 
     def _container(self, path: Path) -> CudaContainer:
         return CudaContainer(path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.runtime.cuda_decoding import CudaGreedyDecoder, CudaSpeculativeDecoder, Rounds
+from eyas.runtime.cuda_decoding import SEED, CudaGreedyDecoder, CudaSpeculativeDecoder, Rounds
 from eyas.runtime.cuda_native import CudaTensor
 from eyas.runtime.decoding import GreedyDecoder, SpeculativeDecoder
 
@@ -131,6 +131,17 @@ def test_a_prompt_is_dealt_out_to_a_draft_of_fewer_rows(rows):
     want, got = (SpeculativeDecoder(Toy("at times")) for _ in range(2))
     got.draft = Draft(got.draft.cache, got.draft.wrong, rows)
     assert text(got, ids, chain=2) == text(want, ids, chain=2)
+    assert got.statistics.accepted == want.statistics.accepted
+
+
+def test_chunks_of_fewer_rows_than_a_call_of_the_draft(monkeypatch):
+    """What a graph of the draft's most rows would read is there all the same."""
+    want = CudaSpeculativeDecoder(Toy("at times"), False, "cpu")
+    text(want, prompt(11), chain=3)
+    monkeypatch.setattr(f"{__name__}.CHUNK", 4)
+    got = CudaSpeculativeDecoder(Toy("at times"), False, "cpu")
+    got.rounds._calls(SEED)
+    text(got, prompt(11), chain=3)
     assert got.statistics.accepted == want.statistics.accepted
 
 

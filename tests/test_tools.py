@@ -621,6 +621,7 @@ def test_bench_texts_of_two_heads_of_one_target(chain, tool, tmp_path):
 def test_bench_texts_of_two_models(gemma4, tiny, chain, tool):
     code, out, _ = tool(bench, "texts", tiny.path, chain("accept").path, "--prompts", 2, "--new-tokens", 8)
     assert code == 1 and "0 of 4 texts identical" in out, "they take the same calls"
+    assert "target_logits: one of them alone has it" in out
     code, _, err = tool(bench, "texts", tiny.path, gemma4.path)
     assert code == 2 and re.search(
         r"different calls: .*'rows of target_verify': 8.* and .*'rows of target_verify': 4", err

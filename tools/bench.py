@@ -28,9 +28,11 @@ def parser() -> argparse.ArgumentParser:
     kernels.add_argument("--kinds", default="int4,int8,attention", help="on cuda, which of them (default all)")
     kernels.add_argument("--no-executorch", action="store_true", help="on cuda, without the peers that tune themselves")
     plans = commands.add_parser("plans", help="plans of the cuda kernels against others, on the card at hand")
-    plans.add_argument("--kinds", default="int4,attention", help="of which kernels (default int4,attention)")
+    plans.add_argument(
+        "--kinds", default="int4,attention", help="int4, attention (a cache of 131072), or both (default)"
+    )
     plans.add_argument("--shape", default="43008,5376", help="outputs and inputs of an int4 weight (43008,5376)")
-    plans.add_argument("--rows", default="1,8,16", help="numbers of rows (default 1,8,16)")
+    plans.add_argument("--rows", default="1,8,16", help="numbers of rows, at most 16 (default 1,8,16)")
     e2e = commands.add_parser("e2e", help="decoding of an artifact by chain, what a round is made of, and transformers")
     e2e.add_argument("artifact", type=Path, help="folder that lower.py wrote")
     e2e.add_argument("--context", type=int, default=512, help="tokens of the prompt (default 512)")

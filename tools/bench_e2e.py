@@ -46,14 +46,14 @@ def bench_e2e(
     free = free_memory() if artifact.manifest["device"]["type"] == "cuda" else 0
     program, console, progress = artifact.load(), Console(width=140, highlight=False), ConsoleProgress()
     greedy, speculative = (open_decoder(program, kind) for kind in ("greedy", "speculative"))
-    memory = memory_of_calls(program, free) if program.device == "cuda" else {}
+    taken = free - torch.cuda.mem_get_info()[0] if program.device == "cuda" else 0
     chains = check(speculative, context, new_tokens, repeats, chains)
     ids = text_ids(open_tokenizer(artifact), context)
     console.print(f"{artifact.manifest['target']['name']}, {machine(program)}, torch {torch.__version__}; tau: {TAU}")
     with progress.stage("decoding"):
         decoding = time_decoding(greedy, speculative, ids, new_tokens, repeats, chains)
     show_decoding(decoding, f"{context} tokens of context, {new_tokens} new ones, medians of {repeats}", console)
-    memory = memory_of_decoding(memory, free) if memory else {}
+    memory = memory_of(program, free, taken) if program.device == "cuda" else {}
     at = last_position(speculative, context, speculative.max_chain + 1)
     with progress.stage("phases"):
         phases = time_phases(program, text_ids(open_tokenizer(artifact), speculative.max_chain + 1), at)
@@ -272,35 +272,28 @@ def free_memory() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def memory_of_calls(program: Program, free: int) -> dict[str, int]:
-    """Bytes: weights and caches; what loading them took of the ``free`` ones; the most that a call of any method has
-    beside them.
+def memory_of(program: Program, free: int, taken: int) -> dict[str, int]:
+    """Bytes: weights and caches; what loading them took of the ``free`` ones; tensors and torch's allocator at most
+    since then, while texts were decoded, and all that is gone; the most that a call of any method has beside weights
+    and caches.
     """
-    found = {"weights and caches": program.buffers.nbytes, "taken by loading": free - torch.cuda.mem_get_info()[0]}
-    most = 0
+    found = {
+        "weights and caches": program.buffers.nbytes,
+        "taken by loading": taken,
+        "tensors at most": torch.cuda.max_memory_allocated(),
+        "torch's allocator at most": torch.cuda.max_memory_reserved(),
+        "taken of the card": free - torch.cuda.mem_get_info()[0],
+        "largest call": 0,
+    }
     for method in program.methods.values():
         inputs = inputs_of(method, 0, method.max_rows, int(program.constants["get_vocab_size"]))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with program.workspace.entered():  # cuBLAS has memory of its own for each stream
-            method(*inputs)
+        method(*inputs)
         torch.cuda.synchronize()
-        most = max(most, torch.cuda.max_memory_allocated() - before)
-    torch.cuda.empty_cache()  # what these calls had
-    torch.cuda.reset_peak_memory_stats()
-    return found | {"largest call": most}
-
-
-def memory_of_decoding(memory: dict[str, int], free: int) -> dict[str, int]:
-    """``memory`` of calls, and what decoding since then had, in bytes: its tensors and torch's allocator at most, and
-    all that is gone of the ``free`` ones.
-    """
-    return memory | {
-        "tensors at most": torch.cuda.max_memory_allocated(),
-        "torch's allocator at most": torch.cuda.max_memory_reserved(),
-        "taken of the card": free - torch.cuda.mem_get_info()[0],
-    }
+        found["largest call"] = max(found["largest call"], torch.cuda.max_memory_allocated() - before)
+    return found
 
 
 def show_memory(memory: dict[str, int], console: Console) -> None:

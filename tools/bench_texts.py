@@ -13,8 +13,8 @@ from eyas.tools.prompts import PROMPTS
 
 
 def bench_texts(paths: list[Path], n_prompts: int, new_tokens: int) -> dict[str, object]:
-    """Bits of the methods that both have, and greedy and speculative text. Raises ``ValueError`` for programs that take
-    different calls.
+    """Bits of the methods that both have, and greedy and speculative text at the default chain. Raises ``ValueError``
+    for programs that take different calls.
     """
     console = Console(highlight=False)
     artifacts = [Artifact.open(path) for path in paths]
@@ -24,13 +24,14 @@ def bench_texts(paths: list[Path], n_prompts: int, new_tokens: int) -> dict[str,
     outputs = compare_outputs(*programs)
     for name, (compared, different) in outputs.items():
         console.print(f"{name}: {different} of {compared} outputs differ")
+    for name in sorted(set(programs[0].methods) ^ set(programs[1].methods)):
+        console.print(f"{name}: one of them alone has it")
     tokenizer, same = open_tokenizer(artifacts[0]), 0
+    pairs = [[open_decoder(program, kind) for program in programs] for kind in ("greedy", "speculative")]
     for text in PROMPTS[:n_prompts]:
         ids = tokenizer.encode(text)
-        for kind in ("greedy", "speculative"):
-            first, second = (
-                flat(open_decoder(program, kind).generate(ids, new_tokens, stop_ids=())) for program in programs
-            )
+        for pair in pairs:
+            first, second = (flat(decoder.generate(ids, new_tokens, stop_ids=())) for decoder in pair)
             same += first == second
     total = 2 * len(PROMPTS[:n_prompts])
     console.print(f"{same} of {total} texts identical ({total // 2} prompts x {new_tokens} tokens, both decoders)")

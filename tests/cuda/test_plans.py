@@ -53,8 +53,11 @@ def test_a_plan_that_is_wrong_or_does_not_fit():
         name = fragment_linear.plan().name
         if name == "too large":
             raise OutOfResources(300_000, 232_448, "shared memory")
-        return torch.ones(2, 3, 4) * (1.1 if name == "wrong" else 1)
+        return torch.ones(2, 3, 4) * {"wrong": 1.1, "no number": float("nan")}.get(name, 1)
 
-    found, shown = timed(fragment_linear, [*map(Named, ("right", "wrong", "too large"))], {1: (call, 1)})
-    assert [(row["ok"], row["us"][1]) for row in found] == [(True, 8.0), (False, 8.0), (True, None)]
-    assert shown.count("WRONG") == 1 and "does not fit" in shown
+    names = ("right", "wrong", "no number", "too large")
+    found, shown = timed(fragment_linear, [*map(Named, names)], {1: (call, 1), 2: (lambda i: torch.ones(2, 2), 1)})
+    assert [(row["ok"], row["us"][1]) for row in found] == [(True, 8.0), (False, 8.0), (False, 8.0), (True, None)]
+    assert shown.count("WRONG") == 2 and "does not fit" in shown
+    with pytest.raises(ValueError, match="the plan that others are held against does not fit"):
+        timed(fragment_linear, [Named("too large"), Named("right")], {1: (call, 1)})

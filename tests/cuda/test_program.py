@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ if not GPU:
 from eyas.lowering.lower import Request, lower
 from eyas.runtime.artifact import DATA, MANIFEST, PROGRAM, Artifact, ArtifactError
 from eyas.runtime.container_files import ContainerError, DataFile, ProgramFile
+from eyas.runtime.cuda_decoding import SEED, Rounds
+from eyas.runtime.cuda_program import Workspace
 from eyas.runtime.decoding import positions, tokens
 from eyas.runtime.payload import decode
 from eyas.runtime.session import open_decoder
@@ -80,6 +83,52 @@ def test_a_prompt_seeds_the_draft_alike_with_graphs_and_without(program, length)
             next(decoder.generate(prompt(length), LENGTH, (), 3))
             seeds.append((int(decoder.rounds.first), decoder.rounds.g.clone()))
     assert all(first == seeds[0][0] and torch.equal(g, seeds[0][1]) for first, g in seeds)
+
+
+class Recorder:
+    """A draft that leaves what it is given in a cache, by torch's operators."""
+
+    max_rows = 3
+    spec = SimpleNamespace(inputs=(None, SimpleNamespace(sizes=(1, 1, 16))))
+
+    def __init__(self, device):
+        self.cache = torch.zeros(LENGTH, 17, device=device)
+
+    def run(self, tokens, feature, positions):
+        given = torch.cat([tokens[0][:, None].float(), feature[0].float()], 1)
+        self.cache.index_copy_(0, positions, given)
+        return 2 * tokens, 2 * feature
+
+
+@pytest.mark.parametrize("graphs", (True, False))
+def test_a_chunk_of_several_calls_seeds_the_draft(graphs, device="cuda"):
+    """Six calls and one of fewer rows. What the first reads is there for the last: nothing of the chunk lies where a
+    graph has its tensors.
+    """
+    draft, chunk = Recorder(device), SimpleNamespace(max_rows=20)
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    program = SimpleNamespace(
+        constants={"get_max_chain_len": 2}, stream=stream, workspace=Workspace(stream) if graphs else None,
+        method=lambda name: {"prefill": chunk, "target_verify": None, "draft_decode": draft}[name],
+    )  # fmt: skip
+    rounds = Rounds(program, graphs, device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    with rounds.workspace():
+        rounds._calls(SEED)
+    if graphs:
+        rounds._graph(SEED)
+    feature = torch.arange(320).reshape(1, 20, 16).bfloat16() / 7
+    following = [(7 * i + 3) % 97 for i in range(20)]
+    for start in (30, 5):
+        with rounds.workspace():
+            draft.cache.zero_()
+            rounds.seed(following, feature.to(device), start)
+        rounds.wait()
+    expected = torch.zeros(LENGTH, 17)
+    expected[5:25] = torch.cat([torch.tensor(following)[:, None].float(), feature[0].float()], 1)
+    assert torch.equal(draft.cache.cpu(), expected)
+    assert int(rounds.first) == 2 * following[-1] and torch.equal(rounds.g.cpu(), 2 * feature[:, -1:])
 
 
 def test_all_decoders_of_a_program_share_one_pool_of_memory(folder):
