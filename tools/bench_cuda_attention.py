@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from eyas.kernels.splitk_sdpa import launch
-from eyas.tools.cuda_timing import executorch_kernels, graph_us, rotated
+from eyas.tools.cuda_timing import executorch_kernels, graph_us, method_rows, rotated
 
 PEERS = ("torch SDPA", "triton::sdpa", "triton split-K")
 
@@ -96,7 +96,7 @@ def bench_attention(rows: list[int], rate: float, console: Console, others: bool
         caches = case.caches()
         for m in (m for m in rows if m <= 16):
             q = torch.randn(1, m, case.heads, case.width, device="cuda").bfloat16().transpose(1, 2)
-            positions, most = torch.arange(case.live - m, case.live, device="cuda"), 8 if m <= 8 else 16
+            positions, most = torch.arange(case.live - m, case.live, device="cuda"), method_rows(m)
 
             def call(i: int, case=case, q=q, positions=positions, caches=caches, most=most) -> Tensor:
                 return launch(q, *caches[i % len(caches)], positions, 0.05, case.window, most)

@@ -13,7 +13,7 @@ from torch import Tensor
 from eyas.kernels import fragment_int8_linear as int8
 from eyas.kernels.fragment_linear import TILE, launch_matmul, launch_splits, unit_columns
 from eyas.tools.bench_cuda_attention import bench_attention
-from eyas.tools.cuda_timing import REPLAYS, copy_rate, executorch_kernels, graph_us, rotated
+from eyas.tools.cuda_timing import REPLAYS, copy_rate, executorch_kernels, graph_us, method_rows, rotated
 
 KINDS = ("int4", "int8", "attention")
 # (out, in) of Gemma 4 31B's projections, and how many of each a step reads: q, k and v of a sliding or a global layer
@@ -98,7 +98,7 @@ def product_us(launch: Callable[..., Tensor], x: Tensor, weights: list[tuple]) -
     """Microseconds of a product of few rows: its kernel alone, as in a program where the operation that follows adds
     the splits, and with one of torch's kernels that adds them.
     """
-    most, times = 8 if len(x) <= 8 else 16, max(8, len(weights))
+    most, times = method_rows(len(x)), max(8, len(weights))
     alone = graph_us(lambda i: launch(x, *weights[i % len(weights)], max_rows=most), times)
     added = graph_us(lambda i: launch(x, *weights[i % len(weights)], max_rows=most).sum(0), times)
     return alone, added

@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from eyas.kernels import fragment_linear, splitk_sdpa
 from eyas.tools.bench_cuda_attention import CASES, Case
 from eyas.tools.bench_cuda_kernels import RECIPES, Weight
-from eyas.tools.cuda_timing import REPLAYS, copy_rate, graph_us, rotated
+from eyas.tools.cuda_timing import REPLAYS, copy_rate, graph_us, method_rows, rotated
 
 KINDS = ("int4", "attention")
 SHAPE = (43008, 5376)  # of an int4 weight
@@ -94,8 +94,7 @@ def int4_calls(shape: tuple[int, int], group: int, offsets: bool, rows: Sequence
         x = torch.randn(m, k, device=device).bfloat16()
 
         def call(i: int, x=x) -> Tensor:
-            most = 8 if len(x) <= 8 else fragment_linear.MAX_ROWS
-            return fragment_linear.launch_splits(x, *weights[i % len(weights)].operands, max_rows=most)
+            return fragment_linear.launch_splits(x, *weights[i % len(weights)].operands, max_rows=method_rows(len(x)))
 
         made[m] = call, len(weights)
     return made
@@ -108,7 +107,7 @@ def attention_calls(case: Case, rows: Sequence[int], device: str) -> dict:
         positions = torch.arange(case.live - m, case.live, device=device)
 
         def call(i: int, q=q, positions=positions) -> Tensor:
-            most = 8 if q.shape[2] <= 8 else splitk_sdpa.MAX_ROWS
+            most = method_rows(q.shape[2])
             return splitk_sdpa.launch(q, *caches[i % len(caches)], positions, 0.05, case.window, most)
 
         made[m] = call, len(caches)
@@ -132,8 +131,7 @@ def bench_cuda_plans(kinds: tuple[str, ...], shape: tuple[int, int], rows: list[
     )
     made: dict[str, object] = {"device": torch.cuda.get_device_name()}
     if "attention" in kinds:
-        most = 8 if max(rows) <= 8 else splitk_sdpa.MAX_ROWS  # as programs are lowered
-        base = splitk_sdpa.plan(WIDE.heads, WIDE.kv_heads, WIDE.width, most, WIDE.window)
+        base = splitk_sdpa.plan(WIDE.heads, WIDE.kv_heads, WIDE.width, method_rows(max(rows)), WIDE.window)
         title = f"{WIDE.model}: {WIDE.live} keys of width {WIDE.width}"
         calls = attention_calls(WIDE, rows, "cuda")
         made["attention"] = time_plans(splitk_sdpa, list(attention_plans(base)), calls, title, console)

@@ -13,6 +13,11 @@ REPLAYS = 15
 LONG_US = 20_000.0  # a replay that takes longer is not repeated as often
 
 
+def method_rows(rows: int) -> int:
+    """The most rows of the method that a call of ``rows`` is one of: kernels are made for up to 8, and for up to 16."""
+    return 8 if rows <= 8 else 16
+
+
 def rotated(nbytes: int) -> int:
     """How many copies of something that is read are used in turns, so that none is still in the cache."""
     return max(2, -(-ROTATED_BYTES // nbytes))

@@ -29,7 +29,8 @@ def test_int4_plans(group, offsets, n_plans):
     plans = list(int4_plans(base, group))
     found, _ = timed(fragment_linear, plans, int4_calls(SHAPE, group, offsets, ROWS, DEVICE))
     assert len({row["plan"] for row in found}) == len(plans) == n_plans
-    assert all(row["ok"] and list(row["us"]) == [1, 9] for row in found) and found[0]["apart"] == 0
+    assert all(row["ok"] and list(row["us"]) == [1, 9] for row in found)
+    assert found[0]["apart"] == 0 < max(row["apart"] for row in found), "others add in another order"
 
 
 def test_attention_plans():
