@@ -9,6 +9,8 @@ How many keys are live is read on the device, from ``input_pos``.
 
 With a window, the cache may be a ring: position j lies in row ``j % L``, and only the window's tiles are read.
 
+At width 512 without a window, a Hopper has the first of the two kernels from ``wgmma_sdpa``.
+
 Dimensions: H query heads, KV key heads, M rows, D head width, L rows of a cache, S splits.
 """
 
@@ -18,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from eyas.kernels import wgmma_sdpa
 
 WIDTHS = (64, 128, 256, 512)
 MAX_ROWS = 16  # of a call
@@ -42,9 +46,8 @@ def supports(head_width: int, dtype: torch.dtype, batch: int, rows: int) -> str 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is laid over the card: ``rows`` of a tile, ``keys`` of a turn, ``splits`` of a key head; ``ahead``:
-    the scores of a turn are computed during the one before; ``staged``: keys and values of the next turn wait in
-    registers, not in shared memory, so that all of a turn hides their loads and a turn may have more keys.
+    """How a problem is laid over the card: ``rows`` of a tile, ``keys`` of a turn, ``splits`` of a key head, turns in
+    flight; ``wgmma``: products by ``wgmma_sdpa``, which fixes all but the splits.
     """
 
     rows: int
@@ -52,24 +55,30 @@ class Plan:
     splits: int
     warps: int
     stages: int
-    ahead: bool
-    staged: bool = False
+    wgmma: bool = False
+
+
+def _hopper() -> bool:
+    """Whether the card at hand is a Hopper. Where there is none, plans are for one."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 
 
 def plan(heads: int, kv_heads: int, width: int, max_rows: int, window: int = 0) -> Plan:
     """The layout for calls of 1 to ``max_rows`` rows: one program a multiprocessor and block of rows.
 
     At width 512 the sums fill the registers of one program a multiprocessor, so nothing else hides its loads and
-    products: turns are short, three of them in flight, and overlap. A ``window`` has few keys: its programs are small
-    and twice as many, with a turn or some each, where their sums leave room for it.
+    products: ``wgmma_sdpa`` orders them by hand, and Triton's turns are short, three of them in flight. A ``window``
+    has few keys: its programs are small and twice as many, with a turn or some each, where their sums leave room.
     """
     rows = min(TILE_ROWS, max(16, triton.next_power_of_2(max_rows * heads // kv_heads)))
     splits = min(64, max(1, MULTIPROCESSORS // kv_heads))
+    if width == wgmma_sdpa.WIDTH and not window and _hopper():
+        return Plan(wgmma_sdpa.ROWS, wgmma_sdpa.KEYS, splits, wgmma_sdpa.WARPS, stages=2, wgmma=True)
     if width == 512:
-        return Plan(rows, 16, splits, warps=8, stages=3, ahead=True)
+        return Plan(rows, 16, splits, warps=8, stages=3)
     if window and rows * width <= 32 * 256:
-        return Plan(rows, 16, 2 * splits, warps=2, stages=3, ahead=False)
-    return Plan(rows, 64, splits, warps=4, stages=3, ahead=False)
+        return Plan(rows, 16, 2 * splits, warps=2, stages=3)
+    return Plan(rows, 64, splits, warps=4, stages=3)
 
 
 @triton.jit
@@ -80,57 +89,22 @@ def _turns(first, last, KEYS: tl.constexpr, SPLITS: tl.constexpr, split):
 
 
 @triton.jit
-def _rows(ptr, j, first, last, WIDTH: tl.constexpr, L: tl.constexpr, RING: tl.constexpr):
-    """Rows of ``WIDTH`` elements at positions ``j``, zeros outside of ``first`` to ``last``: what is not live may hold
-    anything.
+def _cached(ptr, j, first, last, D: tl.constexpr, L: tl.constexpr, RING: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Keys or values at positions ``j``, ``[KEYS, D]``, zeros outside of ``first`` to ``last``: what is not live may
+    hold anything.
     """
     slot = j % L if RING else j
-    at = slot[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return tl.load(ptr + at, mask=((j >= first) & (j <= last))[:, None], other=0)
-
-
-@triton.jit
-def _cached(ptr, j, first, last, D: tl.constexpr, L: tl.constexpr, RING: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Keys or values at positions ``j``, ``[KEYS, D]``."""
-    found = _rows(ptr, j, first, last, D, L, RING)
+    at = slot[:, None] * D + tl.arange(0, D)[None, :]
+    found = tl.load(ptr + at, mask=((j >= first) & (j <= last))[:, None], other=0)
     return found.to(tl.float32) if INTERPRETED else found
-
-
-@triton.jit
-def _words(ptr, j, first, last, D: tl.constexpr, L: tl.constexpr, RING: tl.constexpr):
-    """As ``_cached``, two numbers a word, int32 ``[KEYS, D / 2]``: numbers of 16 bits that a loop hands on would be
-    taken apart.
-    """
-    return _rows(ptr.to(tl.pointer_type(tl.int32)), j, first, last, D // 2, L, RING)
-
-
-@triton.jit
-def _numbers(words, INTERPRETED: tl.constexpr):
-    """The numbers of ``_words``, ``[KEYS, D]``, in the registers that hold the words."""
-    KEYS: tl.constexpr = words.shape[0]
-    WORDS: tl.constexpr = words.shape[1]
-    if INTERPRETED:
-        low = (words << 16).to(tl.float32, bitcast=True)
-        high = (words & -65536).to(tl.float32, bitcast=True)
-        return tl.reshape(tl.join(low, high), [KEYS, 2 * WORDS])
-    even, odd = tl.inline_asm_elementwise(
-        "mov.b32 $0, $2; mov.b32 $1, $3;",
-        "=r,=r,r,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )  # each of two words, whose halves have the places of the two
-    pairs = tl.reshape(tl.join(even, odd), [KEYS, WORDS // 2, 2, 2])  # half, word
-    return tl.reshape(tl.permute(pairs, [0, 1, 3, 2]), [KEYS, 2 * WORDS])
 
 
 @triton.jit(do_not_specialize=["M"])
 def splitk_kernel(
     q_ptr, k_ptr, v_ptr, pos_ptr, sums_ptr, state_ptr, M, q_head_stride, q_row_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    STAGED: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One split of one key head for ``ROWS`` of its GROUP x M query rows.
 
@@ -160,31 +134,17 @@ def splitk_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     weights = tl.zeros([ROWS], tl.float32)
     RING: tl.constexpr = WINDOW > 0
-    j = begin * KEYS + tl.arange(0, KEYS)
-    products = tl.zeros([ROWS, KEYS], tl.float32)
-    if AHEAD:
-        products = tl.dot(q, tl.trans(_cached(k_ptr, j, first, last, D, L, RING, INTERPRETED)))
-    STEP: tl.constexpr = SPLITS * KEYS
-    BEFORE: tl.constexpr = STEP if AHEAD else 0  # that keys are read before values
-    if STAGED:
-        next_k = _words(k_ptr, j + BEFORE, first, last, D, L, RING)
-        next_v = _words(v_ptr, j, first, last, D, L, RING)
     # the interpreter cannot loop as often as the device says; tiles past the end change nothing
     MOST: tl.constexpr = L // KEYS // SPLITS + 2
     for turn in tl.range(0, MOST if INTERPRETED else tl.cdiv(end - begin, SPLITS), num_stages=STAGES):
         j = (begin + turn * SPLITS) * KEYS + tl.arange(0, KEYS)
-        if STAGED:
-            k, v = _numbers(next_k, INTERPRETED), _numbers(next_v, INTERPRETED)
-            next_k = _words(k_ptr, j + STEP + BEFORE, first, last, D, L, RING)
-            next_v = _words(v_ptr, j + STEP, first, last, D, L, RING)
-        else:
-            v = _cached(v_ptr, j, first, last, D, L, RING, INTERPRETED)
-            k = _cached(k_ptr, j + BEFORE, first, last, D, L, RING, INTERPRETED)
-        of_k = tl.dot(q, tl.trans(k))
+        v = _cached(v_ptr, j, first, last, D, L, RING, INTERPRETED)
+        k = _cached(k_ptr, j, first, last, D, L, RING, INTERPRETED)
+        products = tl.dot(q, tl.trans(k))
         seen = j[None, :] <= pos[:, None]
         if RING:
             seen &= j[None, :] > pos[:, None] - WINDOW
-        scores = tl.where(seen, (products if AHEAD else of_k) * factor, float("-inf"))
+        scores = tl.where(seen, products * factor, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # none seen yet
         p = tl.exp2(scores - base[:, None])
@@ -192,7 +152,6 @@ def splitk_kernel(
         weights = weights * fade + tl.sum(p, 1)
         sums = tl.dot(p.to(v.dtype), v, acc=sums * fade[:, None])
         highest = higher
-        products = of_k
     at = (split * HEADS + head) * M + m
     known = (m < M) & (begin < end)
     tl.store(sums_ptr + at[:, None].to(tl.int64) * D + d[None, :], sums, mask=known[:, None])
@@ -234,6 +193,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, input_pos: Tensor, window: int, max_
         )
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """``x``, or a dense copy of it where its vectors do not lie so that 16 bytes at a time can be copied."""
+    if x.storage_offset() % 8 or x.stride(1) % 8 or x.stride(2) % 8:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
 def reference(
     q: Tensor, k: Tensor, v: Tensor, input_pos: Tensor, scale: float, window: int = 0, max_rows: int = MAX_ROWS
 ) -> Tensor:
@@ -273,14 +239,21 @@ def launch(
     sums = q.new_empty((layout.splits, heads, rows, width), dtype=torch.float32)
     state = q.new_empty((2, layout.splits, heads, rows), dtype=torch.float32)
     out = q.new_empty((1, rows, heads, width))
-    blocks = triton.cdiv(rows * (heads // kv_heads), layout.rows)
-    wrap(splitk_kernel)[(blocks, layout.splits, kv_heads)](
-        q, k, v, input_pos, sums, state, rows, q.stride(1), q.stride(2), scale * 1.4426950408889634,
-        HEADS=heads, KV_HEADS=kv_heads, D=width, L=size, WINDOW=window,
-        ROWS=layout.rows, KEYS=layout.keys, SPLITS=layout.splits, STAGES=layout.stages, AHEAD=layout.ahead,
-        STAGED=layout.staged, INTERPRETED=INTERPRETED,
-        num_warps=layout.warps,
-    )  # fmt: skip
+    grid = triton.cdiv(rows * (heads // kv_heads), layout.rows), layout.splits, kv_heads
+    factor = scale * 1.4426950408889634
+    if layout.wgmma and not INTERPRETED:
+        q, k, v = _aligned(q.transpose(1, 2)).transpose(1, 2), _aligned(k), _aligned(v)
+        wrap(wgmma_sdpa.wide_kernel)[grid](
+            q, k, v, input_pos, sums, state, rows, q.stride(1), q.stride(2), factor,
+            HEADS=heads, KV_HEADS=kv_heads, L=size, SPLITS=layout.splits, num_warps=layout.warps,
+        )  # fmt: skip
+    else:
+        wrap(splitk_kernel)[grid](
+            q, k, v, input_pos, sums, state, rows, q.stride(1), q.stride(2), factor,
+            HEADS=heads, KV_HEADS=kv_heads, D=width, L=size, WINDOW=window,
+            ROWS=layout.rows, KEYS=layout.keys, SPLITS=layout.splits, STAGES=layout.stages, INTERPRETED=INTERPRETED,
+            num_warps=layout.warps,
+        )  # fmt: skip
     wrap(merge_kernel)[(heads * rows, width // 64)](
         sums, state, input_pos, out, rows,
         HEADS=heads, D=width, WINDOW=window, KEYS=layout.keys, SPLITS=layout.splits,

@@ -1,17 +1,29 @@
 """Attention split over the keys: the op on cpu, and what the compiler makes of the kernel (numbers: ``cuda/``)."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 from test_fragment_int4_linear import resource_usage
 
-from eyas.kernels.splitk_sdpa import TILE_ROWS, plan, splitk_sdpa, supports
+from eyas.kernels import wgmma_sdpa
+from eyas.kernels.splitk_sdpa import TILE_ROWS, Plan, plan, splitk_sdpa, supports
 
 SHARED = 227 * 1024  # bytes that a program may have of a Hopper multiprocessor
-REAL = [(32, 4, 512, 0), (32, 16, 256, 1024), (4, 1, 256, 0), (4, 1, 256, 512), (32, 8, 128, 0), (24, 8, 64, 0)]
+REAL = [
+    (32, 4, 512, 0),
+    (32, 4, 512, 1024),
+    (32, 16, 256, 1024),
+    (4, 1, 256, 0),
+    (4, 1, 256, 512),
+    (32, 8, 128, 0),
+    (24, 8, 64, 0),
+]
 
 
 def problem(heads, kv_heads, width, size, rows):
@@ -90,17 +102,30 @@ def test_plans(case, rows):
     assert layout.rows * width <= 128 * 32 * layout.warps, "a thread's share of the sums is half of its registers"
 
 
+def test_plans_at_width_512(monkeypatch):
+    """Products by ``wgmma`` on a Hopper, and where there is no card; elsewhere and with a window Triton's."""
+    wide, narrow = Plan(64, 32, 33, warps=8, stages=2, wgmma=True), Plan(64, 16, 33, warps=8, stages=3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert plan(32, 4, 512, 8) == plan(32, 4, 512, 1) == wide
+    assert plan(32, 4, 512, 8, 1024) == narrow
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, found in (((8, 0), narrow), ((9, 0), wide), ((10, 0), narrow)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert plan(32, 4, 512, 8) == found
+
+
 COMPILE = """
 import json, sys
-from dataclasses import replace
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from eyas.kernels.splitk_sdpa import plan, splitk_kernel as kernel
+from eyas.kernels.splitk_sdpa import plan, splitk_kernel
+from eyas.kernels.wgmma_sdpa import wide_kernel
 heads, kv_heads, width, window, size, rows = json.loads(sys.argv[1])
-layout = replace(plan(heads, kv_heads, width, rows, window), **json.loads(sys.argv[3]))
+layout = plan(heads, kv_heads, width, rows, window)
+kernel = wide_kernel if layout.wgmma else splitk_kernel
 values = dict(HEADS=heads, KV_HEADS=kv_heads, D=width, L=size, WINDOW=window, ROWS=layout.rows, KEYS=layout.keys,
-              SPLITS=layout.splits, STAGES=layout.stages, AHEAD=layout.ahead, STAGED=layout.staged,
-              INTERPRETED=False)
+              SPLITS=layout.splits, STAGES=layout.stages, INTERPRETED=False)
+values = {name: value for name, value in values.items() if name in kernel.arg_names} | json.loads(sys.argv[3])
 pointers = dict(q_ptr="*bf16", k_ptr="*bf16", v_ptr="*bf16", pos_ptr="*i64", sums_ptr="*fp32", state_ptr="*fp32")
 numbers = dict(M="i32", q_head_stride="i32", q_row_stride="i32", scale=sys.argv[2])
 names = kernel.arg_names
@@ -118,10 +143,11 @@ print(json.dumps({"ptx": done.asm["ptx"], "cubin": done.asm["cubin"].hex(), "sha
 @pytest.mark.parametrize(
     ("case", "scale"),
     [
-        ((*REAL[0], 131072, 8), "fp32"),
         ((*REAL[1], 2048, 8), "fp32"),
-        ((*REAL[3], 1024, 8), "fp64"),
-        ((*REAL[3], 1024, 16), "fp64"),
+        ((*REAL[1], 2048, 16), "fp64"),
+        ((*REAL[2], 2048, 8), "fp32"),
+        ((*REAL[4], 1024, 8), "fp64"),
+        ((*REAL[4], 1024, 16), "fp64"),
     ],
     ids=str,
 )
@@ -130,7 +156,7 @@ def test_keys_and_values_are_fetched_ahead(case, scale, tmp_path):
     float64.
     """
     facts = compiled(case, scale)
-    assert "cp.async.cg.shared.global" in facts["ptx"]
+    assert facts["shared"] <= SHARED and "cp.async.cg.shared.global" in facts["ptx"]
     tile = plan(case[0], case[1], case[2], case[5], case[3])
     product = "wgmma.mma_async.sync.aligned.m64" if tile.rows == 64 else "mma.sync.aligned.m16n8k16"
     assert product in facts["ptx"]
@@ -138,19 +164,38 @@ def test_keys_and_values_are_fetched_ahead(case, scale, tmp_path):
 
 
 @pytest.mark.slow
-def test_turns_that_wait_in_registers(tmp_path):
-    """Twice the keys a turn at width 512, in half of the shared memory: 16 bytes at a time, nothing taken apart."""
-    facts = compiled((*REAL[0], 131072, 8), "fp64", keys=32, stages=1, staged=True)
-    assert facts["shared"] <= 132 * 1024 and "cp.async" not in facts["ptx"]
-    assert "wgmma.mma_async.sync.aligned.m64" in facts["ptx"]
-    loop = facts["ptx"][facts["ptx"].index("wgmma.mma_async") :]
-    assert "ld.global.v4" in loop and "ld.global.b16" not in loop
-    resource_usage(facts["cubin"], tmp_path / "kernel.cubin", spilled=16)
+@pytest.mark.parametrize(("scale", "known"), [("fp32", {}), ("fp64", {}), ("fp64", {"M": 1})], ids=str)
+def test_products_by_wgmma(scale, known, tmp_path):
+    """At width 512, also where the number of rows is known: all of the shared memory that the assembly uses, no spills,
+    and nothing that has ptxas wait for every product.
+    """
+    facts = compiled((*REAL[0], 131072, 8), scale, **known)
+    assert facts["shared"] == wgmma_sdpa.QUERY_BYTES + 2 * wgmma_sdpa.TURN_BYTES == 192 * 1024 <= SHARED
+    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 16, size", facts["ptx"])
+    assert len(copies) == 16 + 5 * wgmma_sdpa.COPIES, "queries, three loads before the turns and two in each"
+    for product in ("m64n32k16", "m64n256k16"):
+        assert f"wgmma.mma_async.sync.aligned.{product}.f32.bf16.bf16" in facts["ptx"]
+    assert resource_usage(facts["cubin"], tmp_path / "kernel.cubin") <= 255
+    assert "serialized" not in said_by_ptxas(facts["ptx"], tmp_path)
 
 
-def compiled(case, scale, **layout):
-    """What the compiler makes of the kernel for Hopper: ``ptx``, ``cubin``, bytes of ``shared`` memory, which fit."""
-    command = [sys.executable, "-c", COMPILE, json.dumps(case), scale, json.dumps(layout)]
+def test_the_assembly_in_the_source_of_a_program():
+    """Inductor of torch 2.11 puts it there without escapes."""
+    assert "\\" not in repr(wgmma_sdpa.ASSEMBLY.value) and "'" not in wgmma_sdpa.ASSEMBLY.value
+
+
+def said_by_ptxas(ptx: str, folder: Path) -> str:
+    """What the assembler of Triton has to say of a program."""
+    (folder / "kernel.ptx").write_text(ptx)
+    tool = f"{triton.__path__[0]}/backends/nvidia/bin/ptxas"
+    command = [tool, "-v", "--gpu-name=sm_90a", folder / "kernel.ptx", "-o", folder / "again.cubin"]
+    said = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
+    assert "registers" in said
+    return said
+
+
+def compiled(case, scale, **known):
+    """What the compiler makes of the plan's kernel for Hopper: ``ptx``, ``cubin``, bytes of ``shared`` memory."""
+    command = [sys.executable, "-c", COMPILE, json.dumps(case), scale, json.dumps(known)]
     facts = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    assert facts["shared"] <= SHARED
     return facts | {"cubin": bytes.fromhex(facts["cubin"])}

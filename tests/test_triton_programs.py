@@ -45,7 +45,7 @@ class Call(torch.nn.Module):
         return (self.operator(x, *others, *(getattr(self, name) for name in self.names), *self.tail),)
 
 
-def launches(module, inputs, dynamic) -> list[dict]:
+def launches(module, inputs, dynamic, n_copies=0) -> list[dict]:
     """The kernel launches that a module becomes: their grids and arguments."""
     with torch.no_grad():
         ep = torch.export.export(module, inputs, dynamic_shapes=(dynamic[0], dynamic[1:]) if dynamic[1:] else dynamic)
@@ -56,11 +56,14 @@ def launches(module, inputs, dynamic) -> list[dict]:
     others = {n.target for n in graph.graph.nodes if n.op == "call_function" and n.target is not kernels}
     made = {torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format}
     views = {torch.ops.aten.view.default, torch.ops.aten.transpose.int, torch.ops.aten.sym_size.int}
+    views |= {torch.ops.aten.sym_stride.int, torch.ops.aten.slice.Tensor}
     products = {torch.ops.aten.mm.default, torch.ops.aten.permute.default}
     sums = {torch.ops.aten.select.int, torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default}  # of splits
     sums.add(torch.ops.aten._assert_tensor_metadata.default)
+    copy = torch.ops.aten.clone.default
     plain = {t for t in others if isinstance(t, torch._ops.OpOverload)}
-    assert plain <= made | views | products | sums, "no copies"
+    assert plain - {copy} <= made | views | products | sums
+    assert sum(node.target is copy for node in graph.graph.nodes) == n_copies
     return found
 
 
@@ -104,12 +107,33 @@ def test_bf16():
     assert rows["tensors_to_clone"] == ["out_ptr"] and not isinstance(rows["grid"][0][0], int)
 
 
-@pytest.mark.parametrize("window", [0, 512])
-def test_attention(window):
-    q = torch.zeros(1, 5, 4, 256, dtype=torch.bfloat16).transpose(1, 2)
-    k, v = torch.zeros(2, 1, 1, 1024, 256, dtype=torch.bfloat16).unbind()
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize(("width", "window"), [(256, 0), (256, 512), (512, 0), (512, 512)])
+def test_attention(width, window, rows_first):
+    q = torch.zeros(1, 5, 4, width, dtype=torch.bfloat16).transpose(1, 2)
+    q = q if rows_first else q.contiguous()
+    k, v = torch.zeros(2, 1, 1, 1024, width, dtype=torch.bfloat16).unbind()
     module = Call(eyas.splitk_sdpa, 0.1, window, 16)
     splits, merge = launches(module, (q, k, v, torch.arange(5)), ({2: ROWS}, {}, {}, {0: ROWS}))
     assert splits["tensors_to_clone"] == ["sums_ptr", "state_ptr"] and merge["tensors_to_clone"] == ["out_ptr"]
-    assert splits["kwargs"]["WINDOW"] == window == merge["kwargs"]["WINDOW"]
+    by_wgmma = "WINDOW" not in splits["kwargs"]
+    assert by_wgmma == (width == 512 and not window)
+    assert splits["kwargs"].get("WINDOW", 0) == window == merge["kwargs"]["WINDOW"]
     assert not isinstance(splits["grid"][0][0], int) and not isinstance(merge["grid"][0][0], int)
+
+
+@pytest.mark.parametrize(("gap", "offset", "n_copies"), [(0, 0, 0), (8, 8, 0), (3, 0, 1), (8, 4, 1)])
+def test_a_query_of_which_16_bytes_cannot_be_copied_is_moved(gap, offset, n_copies):
+    """By the width that copies so; ``offset`` is where it lies in the input, ``gap`` what lies between its rows."""
+
+    class Narrowed(Call):
+        def forward(self, x, *others):
+            q = x[:, :, offset : offset + 4 * 512].unflatten(2, (4, 512)).transpose(1, 2)
+            return super().forward(q, *others)
+
+    x = torch.zeros(1, 5, 8 + 4 * 512 + gap, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 1, 1, 1024, 512, dtype=torch.bfloat16).unbind()
+    module = Narrowed(eyas.splitk_sdpa, 0.1, 0, 16)
+    splits, _ = launches(module, (x, k, v, torch.arange(5)), ({1: ROWS}, {}, {}, {0: ROWS}), n_copies)
+    q = splits["kwargs"]["q_ptr"].meta["val"]
+    assert all(number % 8 == 0 for number in (q.storage_offset(), q.stride(1), q.stride(2)))

@@ -36,12 +36,13 @@ def int4_plans(base: fragment_linear.Plan, group_size: int) -> Iterator[fragment
 
 
 def attention_plans(base: splitk_sdpa.Plan) -> Iterator[splitk_sdpa.Plan]:
-    """``base``, then one with more turns in flight, and turns that wait in registers."""
+    """``base``, then one with more turns in flight; for products by ``wgmma_sdpa``, Triton's, and other splits."""
     yield base
-    yield replace(base, stages=base.stages + 1)
-    for keys in (16, 32):
-        for ahead in (True, False):
-            yield replace(base, keys=keys, ahead=ahead, stages=1, staged=True)
+    if not base.wgmma:
+        yield replace(base, stages=base.stages + 1)
+        return
+    yield from (replace(base, keys=16, stages=stages, wgmma=False) for stages in (3, 4))
+    yield from (replace(base, splits=splits) for splits in (max(1, base.splits - 1), 2 * base.splits))
 
 
 def time_plans(

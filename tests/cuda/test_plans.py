@@ -33,12 +33,22 @@ def test_int4_plans(group, offsets, n_plans):
     assert found[0]["apart"] == 0 < max(row["apart"] for row in found), "others add in another order"
 
 
-def test_attention_plans():
-    case = Case("small", 4, 2, 64, 0, 100, 128)
-    base = replace(splitk_sdpa.plan(4, 2, 64, 9), keys=16, splits=2)
+@pytest.mark.parametrize(
+    ("width", "tried"),
+    [
+        (64, [(16, 3, 2), (16, 4, 2)]),
+        (512, [(32, 2, 2), (16, 3, 2), (16, 4, 2), (32, 2, 1), (32, 2, 4)]),
+    ],
+)
+def test_attention_plans(width, tried):
+    case = Case("small", 4, 2, width, 0, 100, 128)
+    base = splitk_sdpa.Plan(64, 32, 2, warps=8, stages=2, wgmma=True)
+    if width == 64:
+        base = replace(splitk_sdpa.plan(4, 2, 64, 9), keys=16, splits=2)
     plans = list(attention_plans(base))
     found, _ = timed(splitk_sdpa, plans, attention_calls(case, ROWS, DEVICE))
-    assert [plan.staged for plan in plans] == [False, False, True, True, True, True]
+    assert [(plan.keys, plan.stages, plan.splits) for plan in plans] == tried
+    assert [plan.wgmma for plan in plans] == [width == 512 and plan.keys == 32 for plan in plans]
     assert all(row["ok"] for row in found) and found[0]["apart"] == 0
 
 
