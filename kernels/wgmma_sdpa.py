@@ -231,6 +231,8 @@ def _assembly() -> str:
     shl.b32 x, x, 1;
     add.s32 column, row, x;
     {_places()}
+    /* what Triton last had in shared memory has been read by all */
+    bar.sync 0;
     {_queries()}
     add.s32 turn, queries, {QUERY_BYTES};
     {_copies("k", "turn")}

@@ -173,6 +173,7 @@ def test_products_by_wgmma(scale, known, tmp_path):
     assert facts["shared"] == wgmma_sdpa.QUERY_BYTES + 2 * wgmma_sdpa.TURN_BYTES == 192 * 1024 <= SHARED
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 16, size", facts["ptx"])
     assert len(copies) == 16 + 5 * wgmma_sdpa.COPIES, "queries, three loads before the turns and two in each"
+    assert "bar.sync" in wgmma_sdpa.ASSEMBLY.value.split("cp.async")[0], "what Triton had there is read before"
     for product in ("m64n32k16", "m64n256k16"):
         assert f"wgmma.mma_async.sync.aligned.{product}.f32.bf16.bf16" in facts["ptx"]
     assert resource_usage(facts["cubin"], tmp_path / "kernel.cubin") <= 255
