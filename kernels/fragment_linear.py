@@ -12,6 +12,10 @@ so no weight is ever rounded. A warp has a tile of outputs and a split of the in
 added in their order, which is one for every number of rows, by elementwise additions that a compiler puts into the
 kernel of the elementwise operations that read the result.
 
+Weights of some size are a program's tiles together: what the tiles of a program have of 64 columns follows one another
+in memory, tile by tile, so that a program reads it as one. Their kernel is that of ``mma_linear`` where the card has
+its instructions, else the one here.
+
 Dimensions: T tiles of outputs, U units of columns, R fragments of a unit, W warps, S splits, M rows of x, N outputs,
 K inputs.
 Weights of a fragment: ``q`` thread of a quad, ``g`` quad of a warp, ``rh`` and ``kh`` half of the rows and columns,
@@ -25,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.kernels import mma_linear
 from eyas.kernels.int4_linear import unpack_nibbles
 from eyas.kernels.splitk_sdpa import MULTIPROCESSORS
 
@@ -32,7 +37,7 @@ GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 16  # rows of x: what two fragments of the tensor core take
 UNIT_WEIGHTS = 1024  # weights of a unit: 32 threads x 4 words x 8
 TILE = 64  # outputs of a tile: what a warp has registers for
-SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # narrowest first
 ASM = not triton.knobs.runtime.interpret  # the interpreter knows no assembly, and has no bfloat16 products
 wrap = torch.library.wrap_triton if ASM else lambda kernel: kernel
 
@@ -50,7 +55,7 @@ def supports(group_size: int, dtype: torch.dtype, rows: int) -> str | None:
 
 def exact_dtype(*tensors: Tensor) -> torch.dtype:
     """The narrowest of ``SCALE_DTYPES`` that holds every number of the float32 ``tensors`` as it is."""
-    for dtype in SCALE_DTYPES[:-1]:
+    for dtype in (torch.bfloat16, torch.float16):
         if all(torch.equal(tensor.to(dtype).float(), tensor) for tensor in tensors):
             return dtype
     return torch.float32
@@ -61,10 +66,44 @@ def unit_columns(group_size: int) -> int:
     return min(64, group_size)
 
 
+def program_tiles(out_features: int, in_features: int, group_size: int) -> int:
+    """How many tiles lie together: those of a program of ``mma_linear`` where a weight is large enough to give most
+    multiprocessors one, else 1. A function of the weight alone, not of the card.
+    """
+    programs, rest = divmod(out_features, TILE * mma_linear.TILES)
+    fits = not rest and in_features % mma_linear.STEP == 0 and group_size in mma_linear.GROUP_SIZES
+    if not fits or not 16 <= programs <= MULTIPROCESSORS:
+        return 1
+    steps = in_features // mma_linear.STEP
+    return mma_linear.TILES if -(-steps // mma_splits(programs, steps)) <= mma_linear.most_steps(group_size) else 1
+
+
+def mma_splits(programs: int, steps: int) -> int:
+    """Splits for ``programs``, one a multiprocessor: as few as leave the fewest steps a split."""
+    return -(-steps // -(-steps // (MULTIPROCESSORS // programs)))
+
+
+def lay_together(packed: Tensor, tiles: int, columns: int) -> Tensor:
+    """Of ``[T, U, ...]``, with so many ``columns`` an entry of the second dimension: for every ``tiles`` tiles, what
+    they have of 64 columns, one after the other. The shape stays.
+    """
+    at_once = max(1, mma_linear.HALF // columns)
+    together = packed.view(-1, tiles, packed.shape[1] // at_once, at_once, *packed.shape[2:])
+    return together.transpose(1, 2).contiguous().view_as(packed)
+
+
+def lay_apart(packed: Tensor, tiles: int, columns: int) -> Tensor:
+    """The inverse of ``lay_together``."""
+    at_once = max(1, mma_linear.HALF // columns)
+    together = packed.view(-1, packed.shape[1] // at_once, tiles, at_once, *packed.shape[2:])
+    return together.transpose(1, 2).contiguous().view_as(packed)
+
+
 def pack_fragments(qweight: Tensor, in_features: int, group_size: int, tile: int = TILE) -> Tensor:
     """Nibbles of ``eyas::int4_linear``, uint8 ``[N, C]`` -> int32 ``[T, U, R, 32, 4]``, rows and columns past the end
-    zero; ``tile``: outputs of a tile, a multiple of 32.
+    zero, tiles of ``program_tiles`` together; ``tile``: outputs of a tile, a multiple of 32.
     """
+    together = program_tiles(qweight.shape[0], in_features, group_size) if tile == TILE else 1
     columns = unit_columns(group_size)
     n_tiles, n_units = -(-qweight.shape[0] // tile), -(-in_features // columns)
     q = unpack_nibbles(qweight)[:, :in_features]
@@ -78,36 +117,46 @@ def pack_fragments(qweight: Tensor, in_features: int, group_size: int, tile: int
     q = q.reshape(n_tiles, n_units, -1, 32, 4, 8).long()
     word = (q << torch.arange(0, 32, 4, device=q.device)).sum(-1)
     word = (word << 3 | word >> 29) & 0xFFFFFFFF  # rotated, so that the first fields lie where bfloat16 wants them
-    return torch.where(word >= 1 << 31, word - (1 << 32), word).int().contiguous()
+    word = torch.where(word >= 1 << 31, word - (1 << 32), word).int().contiguous()
+    return lay_together(word, together, columns) if together > 1 else word
 
 
 def unpack_fragments(fragments: Tensor, out_features: int, in_features: int, group_size: int) -> Tensor:
     """The inverse of ``pack_fragments``: int32 ``[T, U, R, 32, 4]`` -> uint8 ``[out_features, in_features]`` 0..15."""
     n_tiles, n_units, n_fragments = fragments.shape[:3]
+    tile = n_fragments * UNIT_WEIGHTS // unit_columns(group_size)
+    if tile == TILE and (together := program_tiles(out_features, in_features, group_size)) > 1:
+        fragments = lay_apart(fragments, together, unit_columns(group_size))
     word = fragments.long() & 0xFFFFFFFF
     word = (word >> 3 | word << 29) & 0xFFFFFFFF
     q = word.unsqueeze(-1) >> torch.arange(0, 32, 4, device=word.device) & 15
     q = q.view(n_tiles, n_units, n_fragments, 8, 4, 2, 2, 2, 2, 2)  # T U R g q t s e kh rh
     order = (0, 2, 9, 3, 1, 5, 4, 6, 8, 7) if unit_columns(group_size) == 64 else (0, 2, 5, 9, 3, 1, 4, 6, 8, 7)
-    q = q.permute(order).reshape(n_tiles * n_fragments * (UNIT_WEIGHTS // unit_columns(group_size)), -1)
+    q = q.permute(order).reshape(n_tiles * tile, -1)
     return q[:out_features, :in_features].to(torch.uint8)
 
 
-def pack_scales(scales: Tensor, tile: int = TILE) -> Tensor:
-    """``[N, groups]`` of any dtype -> ``[T, groups, 8, tile / 8]``: what a thread needs of a group is contiguous."""
+def pack_scales(scales: Tensor, in_features: int, group_size: int, tile: int = TILE) -> Tensor:
+    """``[N, groups]`` of any dtype -> ``[T, groups, 8, tile / 8]``: what a thread needs of a group is contiguous. Tiles
+    of ``program_tiles`` lie together.
+    """
     n, groups = scales.shape
     n_tiles = -(-n // tile)
-    scales = torch.nn.functional.pad(scales, (0, 0, 0, n_tiles * tile - n)).view(n_tiles, tile // 8, 8, groups)
-    return scales.permute(0, 3, 2, 1).contiguous()
+    packed = torch.nn.functional.pad(scales, (0, 0, 0, n_tiles * tile - n)).view(n_tiles, tile // 8, 8, groups)
+    packed = packed.permute(0, 3, 2, 1).contiguous()
+    together = program_tiles(n, in_features, group_size) if tile == TILE else 1
+    return lay_together(packed, together, group_size) if together > 1 else packed
 
 
-def pack_exact_scales(scales: Tensor) -> Tensor:
+def pack_exact_scales(scales: Tensor, in_features: int, group_size: int) -> Tensor:
     """``pack_scales`` in the narrowest dtype that loses nothing: they are a good part of what a product reads."""
-    return pack_scales(scales.to(exact_dtype(scales.float())))
+    return pack_scales(scales.to(exact_dtype(scales.float())), in_features, group_size)
 
 
-def unpack_scales(packed: Tensor, out_features: int) -> Tensor:
+def unpack_scales(packed: Tensor, out_features: int, in_features: int, group_size: int) -> Tensor:
     """The inverse of ``pack_scales``: ``[T, groups, 8, tile / 8]`` -> ``[out_features, groups]``."""
+    if 8 * packed.shape[3] == TILE and (together := program_tiles(out_features, in_features, group_size)) > 1:
+        packed = lay_apart(packed, together, group_size)
     return packed.permute(0, 3, 2, 1).flatten(0, 2)[:out_features]
 
 
@@ -203,12 +252,34 @@ def store_sums(out_ptr, sums, split, M, N: tl.constexpr, OUTPUTS: tl.constexpr, 
     tl.store(out_ptr + m * N + n, sums.to(out_ptr.dtype.element_ty), mask=(m < M) & (n < N))
 
 
+@triton.jit
+def _tile_place(tile, ENTRIES: tl.constexpr, TOGETHER: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Where a tile begins, counted in entries of the second dimension: ``ENTRIES`` of them a tile, of which a program's
+    ``TOGETHER`` tiles have ``AT_ONCE`` at a time.
+    """
+    if TOGETHER == 1:
+        place = tile * ENTRIES
+    else:
+        place = tile // TOGETHER * (TOGETHER * ENTRIES) + tile % TOGETHER * AT_ONCE
+    return place
+
+
+@triton.jit
+def _entry_place(entry, TOGETHER: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Where an entry lies, counted from the beginning of its tile."""
+    if TOGETHER == 1:
+        place = entry
+    else:
+        place = entry // AT_ONCE * (TOGETHER * AT_ONCE) + entry % AT_ONCE
+    return place
+
+
 @triton.jit(do_not_specialize=["M"])
 def fragment_kernel(
     x_ptr, words_ptr, scales_ptr, offsets_ptr, out_ptr, M,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, SPLITS: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
-    OFFSETS: tl.constexpr, ASM: tl.constexpr,
+    TOGETHER: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One split of the input width for ``TILES`` tiles of outputs, a warp each: ``out`` of ``[S, M, N]``.
 
@@ -225,26 +296,36 @@ def fragment_kernel(
     R: tl.constexpr = TILE * UNIT_COLUMNS // 1024
     split = tl.program_id(1)
     tile = tl.minimum(tl.program_id(0) * TILES + tl.arange(0, TILES), N_TILES - 1)
+    UNITS_AT_ONCE: tl.constexpr = 64 // UNIT_COLUMNS
+    GROUPS_AT_ONCE: tl.constexpr = max(1, 64 // GROUP)
     # The last dimension of a load goes over the threads of a warp, the first one over the warps.
-    word = tl.arange(0, UNITS * R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
-    words_ptr += tile.to(tl.int64)[:, None, None] * (ALL_UNITS * R * 128) + word
-    scale = (tile * (GROUPS * TILE))[:, None] + tl.arange(0, TILE)[None, :]
+    fragment = tl.arange(0, UNITS * R)[None, :, None]
+    lane_word = tl.arange(0, 128)[None, None, :]
+    word = fragment * 128 + lane_word
+    tile_place = _tile_place(tile.to(tl.int64), ALL_UNITS, TOGETHER, UNITS_AT_ONCE)[:, None, None]
+    words_ptr += tile_place * (R * 128) + (word if TOGETHER == 1 else fragment % R * 128 + lane_word)
+    scale = (_tile_place(tile, GROUPS, TOGETHER, GROUPS_AT_ONCE) * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     row, column = places_of_x(COLUMNS, ROWS)
     acc = tl.zeros([TILES, TILE, ROWS], tl.float32)
     bias = tl.full([TILES, 16, COLUMNS], -16.0 if OFFSETS else -24.0, tl.float32)
     for i in tl.range(0, STEPS, num_stages=STAGES):
         step = split * STEPS + i
-        group = tl.minimum(step * COLUMNS // GROUP, GROUPS - 1) * TILE
+        group = tl.minimum(step * COLUMNS // GROUP, GROUPS - 1)
+        group = _entry_place(group, TOGETHER, GROUPS_AT_ONCE) * TILE
         at = step * COLUMNS + column
         known = (row < M) & (at < K) if K % COLUMNS != 0 or not EVEN else row < M
         scales = tl.load(scales_ptr + scale + group)
         if OFFSETS:
             offsets = tl.load(offsets_ptr + scale + group)
+        if TOGETHER == 1:
+            place = step * (UNITS * R * 128)
+        else:
+            place = _entry_place(step * UNITS + fragment // R, TOGETHER, UNITS_AT_ONCE) * (R * 128)
         if ALL_UNITS % UNITS == 0 and EVEN:
-            words = tl.load(words_ptr + step * (UNITS * R * 128))
+            words = tl.load(words_ptr + place)
         else:
             inside = step * (UNITS * R * 128) + word < ALL_UNITS * R * 128
-            words = tl.load(words_ptr + step * (UNITS * R * 128), mask=inside, other=0)
+            words = tl.load(words_ptr + place, mask=inside, other=0)
         x = tl.load(x_ptr + row * K + at, mask=known, other=0.0)
         if not ASM:
             x = x.to(tl.float32)
@@ -266,8 +347,8 @@ def fragment_kernel(
 @triton.jit
 def dequantize_kernel(
     words_ptr, scales_ptr, offsets_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, UNITS_AT_ONCE: tl.constexpr,
-    OFFSETS: tl.constexpr, ASM: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SOME_UNITS: tl.constexpr,
+    TOGETHER: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Some units of a tile as numbers of ``out``'s dtype, ``[N, K]``."""
     COLUMNS: tl.constexpr = min(64, GROUP)
@@ -275,26 +356,27 @@ def dequantize_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     R: tl.constexpr = TILE * COLUMNS // 1024
     tile = tl.program_id(0)
-    unit = tl.program_id(1) * UNITS_AT_ONCE + tl.arange(0, UNITS_AT_ONCE)
+    unit = tl.program_id(1) * SOME_UNITS + tl.arange(0, SOME_UNITS)
     word = tl.arange(0, R)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
-    words_ptr += (tile.to(tl.int64) * UNITS + unit[:, None, None]) * (R * 128)
+    place = _entry_place(unit, TOGETHER, 64 // COLUMNS)[:, None, None]
+    words_ptr += (_tile_place(tile.to(tl.int64), UNITS, TOGETHER, 64 // COLUMNS) + place) * (R * 128)
     words = tl.load(words_ptr + word, mask=unit[:, None, None] < UNITS, other=0)
     group = tl.minimum(unit * COLUMNS // GROUP, GROUPS - 1)
-    scale = (tile * GROUPS + group)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    GROUPS_AT_ONCE: tl.constexpr = max(1, 64 // GROUP)
+    group = _tile_place(tile, GROUPS, TOGETHER, GROUPS_AT_ONCE) + _entry_place(group, TOGETHER, GROUPS_AT_ONCE)
+    scale = group[:, None] * TILE + tl.arange(0, TILE)[None, :]
     scales = tl.load(scales_ptr + scale).to(tl.float32)
-    q = tl.reshape(
-        _unpack(words, ASM).to(tl.float32) - 16, [UNITS_AT_ONCE, R, 8, 4, 2, 2, 2, 2, 2]
-    )  # U R g q t e s kh rh
+    q = tl.reshape(_unpack(words, ASM).to(tl.float32) - 16, [SOME_UNITS, R, 8, 4, 2, 2, 2, 2, 2])  # U R g q t e s kh rh
     if COLUMNS == 64:
         q = tl.permute(q, [0, 1, 8, 2, 4, 3, 6, 7, 5])  # U R rh g | t q s kh e
     else:
         q = tl.permute(q, [0, 1, 4, 8, 2, 3, 6, 7, 5])  # U R t rh g | q s kh e
-    q = tl.reshape(q, [UNITS_AT_ONCE, TILE, COLUMNS])
-    scales = tl.reshape(tl.permute(tl.reshape(scales, [UNITS_AT_ONCE, 8, TILE // 8]), [0, 2, 1]), [UNITS_AT_ONCE, TILE])
+    q = tl.reshape(q, [SOME_UNITS, TILE, COLUMNS])
+    scales = tl.reshape(tl.permute(tl.reshape(scales, [SOME_UNITS, 8, TILE // 8]), [0, 2, 1]), [SOME_UNITS, TILE])
     if OFFSETS:
         offsets = tl.load(offsets_ptr + scale).to(tl.float32)
-        offsets = tl.permute(tl.reshape(offsets, [UNITS_AT_ONCE, 8, TILE // 8]), [0, 2, 1])
-        w = q * scales[:, :, None] + tl.reshape(offsets, [UNITS_AT_ONCE, TILE])[:, :, None]
+        offsets = tl.permute(tl.reshape(offsets, [SOME_UNITS, 8, TILE // 8]), [0, 2, 1])
+        w = q * scales[:, :, None] + tl.reshape(offsets, [SOME_UNITS, TILE])[:, :, None]
     else:
         w = (q - 8) * scales[:, :, None]
     n = tile * TILE + tl.arange(0, TILE)[None, :, None]
@@ -305,20 +387,33 @@ def dequantize_kernel(
 @dataclass(frozen=True)
 class Plan:
     """How a product is laid over the card: ``tiles`` a program, a warp each; ``splits`` of the input width; ``units``
-    of columns a step, ``stages`` of which are in flight.
+    of columns a step, ``stages`` of which are in flight; ``mma``: by the kernel of ``mma_linear``.
     """
 
     tiles: int
     splits: int
     units: int
     stages: int
+    mma: bool = False
 
 
 def plan(out_features: int, in_features: int, group_size: int) -> Plan:
-    """The layout for a weight, a function of its shape alone, so that every number of rows has the same bits.
+    """The layout for a weight, a function of its shape and the card, so that every number of rows has the same bits."""
+    tiles = program_tiles(out_features, in_features, group_size)
+    if tiles == 1 or not has_mma():
+        return triton_plan(out_features, in_features, group_size)
+    splits = mma_splits(out_features // (TILE * tiles), in_features // mma_linear.STEP)
+    return Plan(tiles, splits, mma_linear.STEP // unit_columns(group_size), mma_linear.SLOTS, mma=True)
 
-    Found by trying layouts on an H200: two units a step and four programs a multiprocessor, where groups and outputs
-    allow it, else one unit and eight programs.
+
+def has_mma() -> bool:
+    """Whether the card at hand, Hopper where there is none, has what ``mma_linear`` needs."""
+    return ASM and not (torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0))
+
+
+def triton_plan(out_features: int, in_features: int, group_size: int) -> Plan:
+    """The layout for ``fragment_kernel``, found by trying layouts on an H200: two units a step and four programs a
+    multiprocessor, where groups and outputs allow it, else one unit and eight programs.
     """
     programs, units = -(-out_features // (2 * TILE)), -(-in_features // unit_columns(group_size))
     if group_size >= 128:
@@ -354,7 +449,11 @@ def reference(
     """What the ops compute, from the same operands, in float32: the implementation on cpu."""
     q = unpack_fragments(words, out_features, _checked(x, words, scales, group_size), group_size).float()
     scale, offset = (
-        None if t is None else unpack_scales(t, out_features).float().repeat_interleave(group_size, 1)[:, : q.shape[1]]
+        None
+        if t is None
+        else unpack_scales(t, out_features, x.shape[1], group_size)
+        .float()
+        .repeat_interleave(group_size, 1)[:, : q.shape[1]]
         for t in (scales, offsets)
     )
     w = (q - 8) * scale if offset is None else q * scale + offset
@@ -374,11 +473,24 @@ def launch_splits(
     k = _checked(x, words, scales, group_size)
     x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k, group_size)
     parts = x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
+    padded = 8 if max_rows <= 8 else 16
+    if layout.mma:
+        if x.storage_offset() % 8:
+            x = x.clone()  # to where 16 bytes can be loaded
+        steps = -(-k // (mma_linear.STEP * layout.splits))
+        code = mma_linear.assembly(padded, group_size, SCALE_DTYPES[scales.dtype], offsets is not None, steps)
+        wrap(mma_linear.mma_kernel)[(words.shape[0] // layout.tiles, layout.splits)](
+            x, words, scales, scales if offsets is None else offsets, parts, rows,
+            N=out_features, K=k, GROUP=group_size, ROWS=padded, SPLITS=layout.splits,
+            ASSEMBLY=code, CONSTRAINTS=mma_linear.constraints(padded),
+            num_warps=layout.tiles,
+        )  # fmt: skip
+        return parts
     wrap(fragment_kernel)[(-(-words.shape[0] // layout.tiles), layout.splits)](
         x, words, scales, scales if offsets is None else offsets, parts, rows,
-        N=out_features, K=k, GROUP=group_size, TILE=TILE, ROWS=8 if max_rows <= 8 else 16,
+        N=out_features, K=k, GROUP=group_size, TILE=TILE, ROWS=padded,
         TILES=layout.tiles, SPLITS=layout.splits, UNITS=layout.units, STAGES=layout.stages,
-        OFFSETS=offsets is not None, ASM=ASM,
+        TOGETHER=program_tiles(out_features, k, group_size), OFFSETS=offsets is not None, ASM=ASM,
         num_warps=layout.tiles,
     )  # fmt: skip
     return parts
@@ -407,8 +519,9 @@ def launch_linear(
 
     Shapes: ``x`` bfloat16 ``[M, K]`` with dense rows; ``words`` int32 ``[T, U, R, 32, 4]`` of ``pack_fragments``;
     ``scales`` and, with zero points, ``offsets`` ``[T, groups, 8, 8]`` of ``pack_scales``, in one of ``SCALE_DTYPES``;
-    result ``[M, out_features]`` in ``x``'s dtype, accumulated in float32. With ``max_rows`` of at most 8 the tensor
-    core has half of the work; it does not change a bit. Raises ``ValueError`` for operands that do not belong together.
+    all laid as ``program_tiles`` says; result ``[M, out_features]`` in ``x``'s dtype, accumulated in float32. With
+    ``max_rows`` of at most 8 the tensor core has half of the work; it does not change a bit. Raises ``ValueError`` for
+    operands that do not belong together.
     """
     return add_splits(launch_splits(x, words, scales, offsets, group_size, out_features, max_rows), x.dtype)
 
@@ -421,7 +534,8 @@ def launch_matmul(
     weight = x.new_empty((out_features, k))
     wrap(dequantize_kernel)[(words.shape[0], triton.cdiv(words.shape[1], 4))](
         words, scales, scales if offsets is None else offsets, weight,
-        N=out_features, K=k, GROUP=group_size, TILE=TILE, UNITS_AT_ONCE=4, OFFSETS=offsets is not None, ASM=ASM,
+        N=out_features, K=k, GROUP=group_size, TILE=TILE, SOME_UNITS=4,
+        TOGETHER=program_tiles(out_features, k, group_size), OFFSETS=offsets is not None, ASM=ASM,
         num_warps=4,
     )  # fmt: skip
     return x @ weight.T

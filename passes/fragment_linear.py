@@ -99,9 +99,10 @@ def pack_dense(use: Use) -> list[tuple[str, Derived | None]]:
 
 def pack_int4(use: Use) -> list[tuple[str, Derived | None]]:
     scales = [use.tensors[role] for role in ("scales", "offsets") if role in use.tensors]
+    shape = (width(use), given(use.node, 4))
     return [
-        fragments(f"{INT4}:pack_fragments", use.tensors["weight"], options=(width(use), given(use.node, 4))),
-        *(fragments(f"{INT4}:pack_exact_scales", name) for name in scales),
+        fragments(f"{INT4}:pack_fragments", use.tensors["weight"], options=shape),
+        *(fragments(f"{INT4}:pack_exact_scales", name, options=shape) for name in scales),
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.kernels import fragment_linear
 from eyas.kernels.fragment_linear import (
     GROUP_SIZES,
     exact_dtype,
@@ -17,6 +18,7 @@ from eyas.kernels.fragment_linear import (
     pack_fragments,
     pack_scales,
     plan,
+    program_tiles,
     supports,
     unit_columns,
     unpack_fragments,
@@ -42,9 +44,46 @@ def test_packing_loses_nothing(n, k, group, tile):
     words = pack_fragments(qweight, k, group, tile)
     assert words.shape == (-(-n // tile), -(-k // unit_columns(group)), tile * unit_columns(group) // 1024, 32, 4)
     assert torch.equal(unpack_fragments(words, n, k, group), unpack_nibbles(qweight)[:, :k])
-    packed = pack_scales(scales, tile)
+    packed = pack_scales(scales, k, group, tile)
     assert packed.shape == (words.shape[0], scales.shape[1], 8, tile // 8) and packed.is_contiguous()
-    assert torch.equal(unpack_scales(packed, n), scales)
+    assert torch.equal(unpack_scales(packed, n, k, group), scales)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("tiles", [2, 3])
+def test_tiles_lie_together(group, tiles, monkeypatch):
+    """What the tiles of a program have of 64 columns follows one another, and what was packed is found again."""
+    n, k = tiles * 128, 384
+    qweight, scales, _ = random_weight(n, k, group)
+    apart, scales_apart = pack_fragments(qweight, k, group), pack_scales(scales, k, group)
+    monkeypatch.setattr(fragment_linear, "program_tiles", lambda *_: tiles)
+    words, packed = pack_fragments(qweight, k, group), pack_scales(scales, k, group)
+    assert words.shape == apart.shape and packed.shape == scales_apart.shape
+    assert words.is_contiguous() and packed.is_contiguous()
+    # of the second program, the third 64 columns of its second tile
+    at_once = words.view(2, k // 64, tiles, -1)[1, 2, 1]
+    assert torch.equal(at_once, apart.view(2, tiles, k // 64, -1)[1, 1, 2])
+    groups = packed.view(2, -1, tiles, max(1, 64 // group), 64)[1, 1, 1]
+    assert torch.equal(groups, scales_apart.view(2, tiles, -1, max(1, 64 // group), 64)[1, 1, 1])
+    assert torch.equal(unpack_fragments(words, n, k, group), unpack_nibbles(qweight)[:, :k])
+    assert torch.equal(unpack_scales(packed, n, k, group), scales)
+
+
+def test_large_weights_lie_together():
+    """A function of the weight alone. Inputs that are no steps, outputs that are no programs, too few or too many of
+    them, groups without a kernel and splits that shared memory has no room for lie tile by tile.
+    """
+    large = [(43008, 5376), (16384, 5376), (18432, 5376), (135168, 1024), (32768, 8192)]
+    assert all(program_tiles(n, k, group) == 16 for n, k in large for group in (32, 64, 128))
+    small = [(43008, 5384, 32), (43072, 5376, 32), (15360, 5376, 32), (136192, 1024, 32), (43008, 5376, 256)]
+    small += [(135168, 5376, 32), (5376, 21504, 32), (262144, 640, 32)]
+    assert all(program_tiles(*shape) == 1 for shape in small)
+    qweight, scales, _ = random_weight(16384, 128, 128)
+    words, packed = pack_fragments(qweight, 128, 128), pack_scales(scales, 128, 128)
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(
+        fragment_int4_linear(x, words, packed, None, 128, 16384), int4_linear(x, qweight, scales, None, 128)
+    )
 
 
 def test_a_thread_has_its_part_of_a_fragment():
@@ -67,7 +106,8 @@ def test_ops_on_cpu_are_int4_linear(group, zero_points):
     x = torch.randn(5, k, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = int4_linear(x, qweight, scales, offsets if zero_points else None, group)
     operands = (
-        pack_fragments(qweight, k, group), pack_scales(scales), pack_scales(offsets) if zero_points else None, group, n,
+        pack_fragments(qweight, k, group), pack_scales(scales, k, group),
+        pack_scales(offsets, k, group) if zero_points else None, group, n,
     )  # fmt: skip
     for op in (fragment_int4_linear, fragment_int4_matmul):
         assert torch.equal(op(x, *operands), expected)
@@ -76,7 +116,7 @@ def test_ops_on_cpu_are_int4_linear(group, zero_points):
 
 def test_operands_that_do_not_belong_together():
     qweight, scales, _ = random_weight(64, 128, 32)
-    operands = pack_fragments(qweight, 128, 32), pack_scales(scales), None, 32, 64
+    operands = pack_fragments(qweight, 128, 32), pack_scales(scales, 128, 32), None, 32, 64
     with pytest.raises(ValueError, match="x has 96 columns, the weight 4 units of 32 and 4 groups of 32"):
         fragment_int4_linear(torch.zeros(1, 96, dtype=torch.bfloat16), *operands)
 
@@ -106,6 +146,9 @@ def test_every_warp_of_a_plan_has_work(n, k, group):
     steps = -(-units // layout.units)
     a_split = -(-steps // layout.splits)
     assert (layout.splits - 1) * a_split < steps, "the last split has none"
+    if layout.mma:
+        assert layout.splits * n // 1024 <= 132 and layout.units * unit_columns(group) == 128
+        return
     assert layout.units * unit_columns(group) <= group or layout.units == 1, "a step has one scale a row"
     assert layout.splits == 1 or a_split * layout.units >= 2
 
@@ -114,11 +157,11 @@ COMPILE = """
 import json, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from eyas.kernels.fragment_linear import fragment_kernel as kernel, plan
+from eyas.kernels.fragment_linear import fragment_kernel as kernel, triton_plan
 def facts(n, k, group, offsets, rows):
-    layout = plan(n, k, group)
+    layout = triton_plan(n, k, group)
     values = dict(N=n, K=k, GROUP=group, TILE=64, ROWS=rows, TILES=layout.tiles, SPLITS=layout.splits,
-                  UNITS=layout.units, STAGES=layout.stages, OFFSETS=offsets, ASM=True)
+                  UNITS=layout.units, STAGES=layout.stages, TOGETHER=1, OFFSETS=offsets, ASM=True)
     pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*bf16", offsets_ptr="*bf16", out_ptr="*fp32")
     names = kernel.arg_names
     done = compile(

@@ -69,7 +69,7 @@ def launches(module, inputs, dynamic, n_copies=0) -> list[dict]:
 
 def int4_constants(n=4096, k=640, group=32):
     words = pack_fragments(torch.zeros(n, k // 2, dtype=torch.uint8), k, group)
-    scales = pack_scales(torch.ones(n, k // group, dtype=torch.bfloat16))
+    scales = pack_scales(torch.ones(n, k // group, dtype=torch.bfloat16), k, group)
     return {"words": words, "scales": scales, "offsets": scales}
 
 
@@ -81,6 +81,15 @@ def test_int4():
     assert product["grid"][0] == (32, 10, 1) and product["kwargs"]["ROWS"] == 8
     (numbers,) = launches(Call(eyas.fragment_int4_matmul, 32, 4096, **constants), (x,), ({0: ROWS},))
     assert numbers["tensors_to_clone"] == ["out_ptr"] and numbers["grid"][0] == (64, 5, 1)
+
+
+def test_int4_of_a_large_weight():
+    """Its assembly goes into a program as it is, and nothing that it reads is copied."""
+    x = torch.zeros(5, 640, dtype=torch.bfloat16)
+    module = Call(eyas.fragment_int4_linear, 32, 16384, 8, **int4_constants(16384))
+    (product,) = launches(module, (x,), ({0: ROWS},))
+    assert product["tensors_to_clone"] == ["out_ptr"] and product["grid"][0] == (16, 5, 1)
+    assert set(product["kwargs"]) >= {"words_ptr", "M"} and product["kwargs"]["ROWS"] == 8
 
 
 def test_int8():

@@ -23,16 +23,22 @@ WIDE = CASES[3]  # the longest cache at the largest width
 CLOSE = 2**-6  # two orders of sums, of the largest number
 
 
-def int4_plans(base: fragment_linear.Plan, group_size: int) -> Iterator[fragment_linear.Plan]:
-    """``base``, then what differs from it in steps in flight, warps a program, splits or units a step."""
+def int4_plans(
+    base: fragment_linear.Plan, other: fragment_linear.Plan, group_size: int
+) -> Iterator[fragment_linear.Plan]:
+    """``base``, then ``other``, that of Triton's kernel, and what differs from it in steps in flight, warps a program,
+    splits or units a step.
+    """
     yield base
-    yield from (replace(base, stages=stages) for stages in (2, 3, 4, 5) if stages != base.stages)
-    yield from (replace(base, tiles=tiles) for tiles in (1, 2, 4) if tiles != base.tiles)
-    yield replace(base, splits=2 * base.splits)
+    if base != other:
+        yield other
+    yield from (replace(other, stages=stages) for stages in (2, 3, 4, 5) if stages != other.stages)
+    yield from (replace(other, tiles=tiles) for tiles in (1, 2, 4) if tiles != other.tiles)
+    yield replace(other, splits=2 * other.splits)
     if group_size >= 128:
-        for splits in {base.splits, max(1, base.splits - 1)}:
+        for splits in {other.splits, max(1, other.splits - 1)}:
             for tiles in (1, 2):
-                yield from (fragment_linear.Plan(tiles, splits, 3 - base.units, stages) for stages in (2, 3, 4))
+                yield from (fragment_linear.Plan(tiles, splits, 3 - other.units, stages) for stages in (2, 3, 4))
 
 
 def attention_plans(base: splitk_sdpa.Plan) -> Iterator[splitk_sdpa.Plan]:
@@ -139,8 +145,11 @@ def bench_cuda_plans(kinds: tuple[str, ...], shape: tuple[int, int], rows: list[
     if "int4" in kinds:
         for group, offsets in RECIPES:
             base = fragment_linear.plan(*shape, group)
+            other = fragment_linear.triton_plan(*shape, group)
             title = f"int4 products, {shape[0]}x{shape[1]}, groups of {group}{', zero points' if offsets else ''}"
             calls = int4_calls(shape, group, offsets, rows, "cuda")
-            made[f"int4, {group}"] = time_plans(fragment_linear, list(int4_plans(base, group)), calls, title, console)
+            made[f"int4, {group}"] = time_plans(
+                fragment_linear, list(int4_plans(base, other, group)), calls, title, console
+            )
     made["ok"] = all(row["ok"] for rows in made.values() if isinstance(rows, list) for row in rows)
     return made

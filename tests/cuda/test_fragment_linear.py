@@ -31,8 +31,8 @@ def weight(n, k, group, *, offsets=False, dtype=torch.bfloat16, seed=0) -> Weigh
     numbers = dequantize(qweight, scales.float(), None if offset is None else offset.float(), group, k).double()
     operands = (
         pack_fragments(qweight, k, group),
-        pack_scales(scales),
-        None if offset is None else pack_scales(offset),
+        pack_scales(scales, k, group),
+        None if offset is None else pack_scales(offset, k, group),
     )
     return Weight((*operands, group, n), numbers)
 
@@ -61,12 +61,21 @@ REAL = [
     (n, k, group, offsets, torch.bfloat16, rows)
     for n, k in ((16384, 5376), (8192, 5376), (5376, 8192), (5376, 16384), (5376, 21504), (21504, 5376), (43008, 5376))
     for group, offsets, rows in ((128, False, 5), (32, True, 16))
-] + [(n, k, 32, True, torch.bfloat16, 5) for n, k in ((1024, 640), (256, 640), (640, 1024), (4096, 640), (640, 2048))]
+]
+REAL += [
+    (n, k, 32, True, torch.bfloat16, 5) for n, k in ((1024, 640), (256, 640), (640, 1024), (4096, 640), (640, 2048))
+]
+LARGE = [  # by the kernel of mma_linear: groups and dtypes of scales, splits of other lengths, one split, one step
+    *((16384, 896, group, True, dtype, 9) for group in (32, 64, 128) for dtype in fragment_linear.SCALE_DTYPES),
+    *((18432, 5376, group, False, torch.bfloat16, rows) for group in (32, 64, 128) for rows in (1, 8, 16)),
+    (135168, 1024, 64, True, torch.float16, 3),
+    (16384, 128, 32, False, torch.bfloat16, 16),
+]
 
 
 @pytest.mark.parametrize(
     ("n", "k", "group", "offsets", "dtype", "rows"),
-    [*SMALL, *(pytest.param(*case, marks=gpu) for case in REAL)],
+    [*SMALL, *(pytest.param(*case, marks=gpu) for case in REAL + LARGE)],
     ids=str,
 )
 def test_products(n, k, group, offsets, dtype, rows):
@@ -80,6 +89,51 @@ def test_products(n, k, group, offsets, dtype, rows):
     many = launch_matmul(x, *w.operands) if GPU else None
     if many is not None:
         assert error(many, x, w.numbers) < 4 * ROUNDING  # weights are rounded to bfloat16
+
+
+TOGETHER = [(256, 256, 128, False), (128, 384, 64, True), (256, 320, 32, True), (512, 128, 32, False)]
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=str)
+def test_tiles_that_lie_together(case, monkeypatch):
+    """By the kernels of Triton, as where a card has no ``mma_linear``."""
+    n, k, group, offsets = case
+    x = randn(9, k)
+    apart = weight(n, k, group, offsets=offsets)
+    want = launch_linear(x, *apart.operands)
+    monkeypatch.setattr(fragment_linear, "program_tiles", lambda *_: n // 128)
+    monkeypatch.setattr(fragment_linear, "has_mma", lambda: False)
+    w = weight(n, k, group, offsets=offsets)
+    assert n == 128 or not torch.equal(w.operands[0], apart.operands[0])
+    assert torch.equal(launch_linear(x, *w.operands), want) and error(want, x, w.numbers) < ROUNDING
+    out = w.numbers.new_empty(n, k, dtype=torch.float32)
+    words, scales, offset, *_ = w.operands
+    fragment_linear.dequantize_kernel[(words.shape[0], 1)](
+        words, scales, scales if offset is None else offset, out, n, k, group, fragment_linear.TILE,
+        1 << (words.shape[1] - 1).bit_length(), n // 128, offset is not None, fragment_linear.ASM,
+    )  # fmt: skip
+    assert torch.equal(out, w.numbers.float())
+
+
+@gpu
+def test_large_weights_have_a_kernel_of_their_own(monkeypatch):
+    """Which adds in another order than Triton's."""
+    for n, k, group, offsets, dtype, rows in LARGE:
+        w, x = weight(n, k, group, offsets=offsets, dtype=dtype), randn(rows, k)
+        assert fragment_linear.plan(n, k, group).mma
+        parts = fragment_linear.launch_splits(x, *w.operands)
+        with monkeypatch.context() as patch:
+            patch.setattr(fragment_linear, "has_mma", lambda: False)
+            other = fragment_linear.launch_splits(x, *w.operands)
+        assert parts.shape[0] == fragment_linear.plan(n, k, group).splits
+        torch.testing.assert_close(parts.sum(0), other.sum(0), rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
+@gpu
+def test_a_row_that_16_bytes_cannot_be_loaded_from():
+    w, x = weight(16384, 256, 128), randn(5, 257).flatten()
+    odd = x[5:].view(5, 256)
+    assert torch.equal(launch_linear(odd, *w.operands), launch_linear(odd.clone(), *w.operands))
 
 
 @gpu
@@ -123,6 +177,7 @@ def test_a_row_has_the_bits_that_it_has_alone():
     cases = [(130, 320, 64, True), (64, 256, 128, False)]
     if GPU:
         cases = [(16384, 5376, 128, False), (5376, 8192, 32, True), (43008, 5376, 32, True), (1024, 640, 32, True)]
+        cases += [(43008, 5376, 128, False), (16384, 640, 64, True)]
     for n, k, group, offsets in cases:
         w = weight(n, k, group, offsets=offsets)
         x = randn(16, k)
@@ -167,7 +222,7 @@ def test_many_rows_dequantize_what_few_rows_multiply():
         words, scales, offset, group_size, _ = w.operands
         fragment_linear.dequantize_kernel[(words.shape[0], 1)](
             words, scales, scales if offset is None else offset, out, n, k, group_size, fragment_linear.TILE,
-            -(-words.shape[1] // 4) * 4, offset is not None, fragment_linear.ASM,
+            -(-words.shape[1] // 4) * 4, 1, offset is not None, fragment_linear.ASM,
         )  # fmt: skip
         assert torch.equal(out, w.numbers.float())
 
@@ -200,11 +255,12 @@ def test_a_program_embeds_the_kernels(tmp_path):
         def forward(self, x):
             return torch.ops.eyas.fragment_int4_linear(x, self.words, self.scales, self.offsets, *self.facts) * 2
 
-    w = weight(1024, 640, 32, offsets=True)
-    layer = Layer(w.operands)
-    rows = torch.export.Dim("rows", min=1, max=16)
-    program = torch.export.export(layer, (randn(5, 640),), dynamic_shapes=({0: rows},))
-    native = compiled(program, (randn(5, 640),), tmp_path)
-    for count in (1, 2, 7, 16):
-        x = randn(count, 640, seed=count)
-        assert torch.equal(native(x), layer(x))
+    for n in (1024, 16384):
+        w = weight(n, 640, 32, offsets=True)
+        layer = Layer(w.operands)
+        rows = torch.export.Dim("rows", min=1, max=16)
+        program = torch.export.export(layer, (randn(5, 640),), dynamic_shapes=({0: rows},))
+        native = compiled(program, (randn(5, 640),), tmp_path / str(n))
+        for count in (1, 2, 7, 16):
+            x = randn(count, 640, seed=count)
+            assert torch.equal(native(x), layer(x))

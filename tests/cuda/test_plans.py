@@ -26,7 +26,7 @@ def timed(kernels, plans, calls):
 @pytest.mark.parametrize(("group", "offsets", "n_plans"), [(128, False, 19), (32, True, 7)])
 def test_int4_plans(group, offsets, n_plans):
     base = replace(fragment_linear.plan(*SHAPE, group), splits=2)
-    plans = list(int4_plans(base, group))
+    plans = list(int4_plans(base, base, group))
     found, _ = timed(fragment_linear, plans, int4_calls(SHAPE, group, offsets, ROWS, DEVICE))
     assert len({row["plan"] for row in found}) == len(plans) == n_plans
     assert all(row["ok"] and list(row["us"]) == [1, 9] for row in found)

@@ -1,0 +1,382 @@
+"""The products of ``fragment_linear`` for large weights in PTX, for what Triton cannot say: which warp waits for which
+load. Hopper and later have the instructions.
+
+A program has 16 tiles of 64 outputs, a warp each, and a split of the input width. The copy engine brings a warp's words
+and scales, 64 columns at a time, into one of two slots that are the warp's own, so that warps wait for no other; what
+the 16 have at a time follows one another in memory (``program_tiles`` of ``fragment_linear``), which is what DRAM is
+fast at. The split of x is brought once, in the order of the tensor core's operand, and with it come the sums of x that
+offsets need: the products of a group begin at them.
+
+A block of assembly within a Triton kernel, so that what embeds Triton kernels embeds it: Triton finds the addresses,
+stores the sums and allocates the shared memory. What is taken of registers is in ``tests/test_mma_linear.py``.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+
+import triton
+import triton.language as tl
+
+TILE, TILES = 64, 16  # outputs of a warp; warps
+STEP, HALF = 128, 64  # columns of a turn of the loop; of a slot
+SLOTS = 2  # of a warp
+WORD_BYTES = TILE * HALF // 2  # of a slot
+PITCH = 68  # numbers of a row of sums in shared memory: what keeps banks apart
+SHARED_BYTES = (64 + 128) * 512 * 2  # of operands of the product that allocates them
+GROUP_SIZES = (32, 64, 128)
+SCALES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number
+INPUTS = {
+    "thread": "r",  # its number in the program
+    "words": "l",  # where the first words of the warp are
+    "scales": "l",
+    "offsets": "l",
+    "x0": "l",  # where the thread's first eight numbers are, of the row of its quad and of the one eight further
+    "x1": "l",
+    "turns": "r",  # steps of the split
+}
+
+
+def most_steps(group_size: int) -> int:
+    """Steps of a split that shared memory has room for, with 16 rows of x and float32 scales and offsets."""
+    scale_bytes = 2 * max(1, HALF // group_size) * TILE * 4
+    return (SHARED_BYTES - TILES * SLOTS * (WORD_BYTES + scale_bytes)) // (STEP * 16 * 2)
+
+
+def constraints(rows: int) -> str:
+    """Of the assembly's results and ``INPUTS``, in LLVM's letters."""
+    return ",".join(["=f"] * (2 * rows) + [*INPUTS.values()])
+
+
+@cache
+def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int) -> str:
+    """The sums of a warp's tile, ``2 * rows`` a thread: of row j, results 2 j and 2 j + 1 are those of outputs
+    ``2 * lane`` and the one after it. ``rows`` 8 or 16 of x, ``scales`` one of ``SCALES``, up to ``steps`` a split.
+    """
+    parts = rows // 8  # fragments of x
+    group = min(group_size, HALF)  # columns that products are added over before they are scaled
+    per_half = HALF // group
+    group_bytes = TILE * SCALES[scales]
+    scale_bytes = per_half * group_bytes
+    slot = WORD_BYTES + scale_bytes * (1 + offsets)
+    kinds = ["scales", "offsets"][: 1 + offsets]
+    step_groups = STEP // group
+    group_sums = rows * 4  # bytes of sums of x of a group
+    chunk = 512  # bytes of 8 rows and 32 columns of x
+
+    def mma(out: list[str], a: list[str], b: list[str], c: list[str]) -> str:
+        operands = ", ".join("{" + ", ".join(names) + "}" for names in (out, a, b, c))
+        return f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {operands};"
+
+    def numbers(name: str, *indices: int) -> list[str]:
+        """The four registers of a fragment's sums or a load."""
+        first = 4 * (indices[0] * parts + indices[1] if len(indices) == 2 else indices[0])
+        return [f"{name}{first + i}" for i in range(4)]
+
+    def vector(names: Iterable[str]) -> str:
+        return "{" + ", ".join(names) + "}"
+
+    def copies(to: str, bar: str) -> list[str]:
+        """By one lane: what the next slot holds."""
+        engine = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        lines = [
+            f"mbarrier.arrive.expect_tx.shared.b64 _, [{bar}], {slot};",
+            f"{engine} [{to}], [words], {WORD_BYTES}, [{bar}];",
+        ]
+        for i, kind in enumerate(kinds):
+            lines += [f"add.u32 at, {to}, {WORD_BYTES + i * scale_bytes};"]
+            lines += [f"{engine} [at], [{kind}], {scale_bytes}, [{bar}];"]
+        return lines
+
+    def copied(half: int) -> list[str]:
+        """By all lanes, so that addresses are known to be one: a group of 128 is read twice."""
+        on = TILES * scale_bytes if group_size < STEP or half == 1 else 0
+        return [
+            f"add.s64 words, words, {TILES * WORD_BYTES};",
+            *(f"add.s64 {kind}, {kind}, {on};" for kind in kinds if on),
+        ]
+
+    def load_x(column_chunk: int) -> list[str]:
+        """The operand of 32 columns, while those before are multiplied."""
+        return [
+            f"ld.shared.v4.b32 {vector(numbers('b', column_chunk % 2, part))}, "
+            f"[x + {chunk * (column_chunk * parts + part)}];"
+            for part in range(parts)
+        ]
+
+    def load_scales(kind: str, at: int) -> list[str]:
+        return [
+            f"ld.shared.v4.b32 {vector(f'{kind}{4 * i + j}' for j in range(4))}, [mine + {at + 16 * i}];"
+            for i in range(SCALES[scales] // 2)
+        ]
+
+    def spread(kind: str) -> list[str]:
+        """Eight scales of a thread as float32 ``f``."""
+        lines = []
+        for i in range(2 * SCALES[scales]):
+            if scales == "bf16":
+                lines += [f"shl.b32 t, {kind}{i}, 16;", f"mov.b32 f{2 * i}, t;"]
+                lines += [f"and.b32 t, {kind}{i}, 0xFFFF0000;", f"mov.b32 f{2 * i + 1}, t;"]
+            elif scales == "fp16":
+                lines += [f"mov.b32 {{h0, h1}}, {kind}{i};"]
+                lines += [f"cvt.f32.f16 f{2 * i + j}, h{j};" for j in range(2)]
+            else:
+                lines += [f"mov.b32 f{i}, {kind}{i};"]
+        return lines
+
+    def begin_group(index: int) -> list[str]:
+        """Sums of x, times -16 or -24, and what the group is scaled by."""
+        lines = [
+            f"ld.shared.v2.f32 {{c{2 * part}, c{2 * part + 1}}}, [sums + {index * group_sums + 32 * part}];"
+            for part in range(parts)
+        ]
+        for i, kind in enumerate(kinds):
+            lines += load_scales(kind[0], WORD_BYTES + i * scale_bytes + index % per_half * group_bytes)
+        return lines
+
+    def add(source: str) -> list[str]:
+        """Sums of the tile plus ``source`` times ``f``."""
+        lines = []
+        for r in range(4):
+            for part in range(parts):
+                for i, total in enumerate(numbers("acc", r, part)):
+                    number = numbers("d", r, part)[i] if source == "d" else f"c{2 * part + i % 2}"
+                    lines += [f"fma.rn.f32 {total}, {number}, f{2 * r + i // 2}, {total};"]
+        return lines
+
+    def end_group() -> list[str]:
+        lines = [*spread("s"), *add("d")]
+        if offsets:  # sums are those of x times -16
+            lines += [*spread("o"), *(f"mul.f32 f{i}, f{i}, 0fBD800000;" for i in range(8)), *add("c")]
+        return lines
+
+    def multiply(column_chunk: int) -> list[str]:
+        """32 columns: two steps of the tensor core for each of four fragments of outputs."""
+        lines = []
+        for s in range(2):
+            for r in range(4):
+                load, place = (
+                    (r, column_chunk % 2 * 2) if group_size > 32 else (column_chunk % 2 * 2 + r // 2, r % 2 * 2)
+                )
+                word = numbers("w", load)[place + s]
+                for i in range(4):
+                    turned = word if i == 0 else "t"
+                    lines += [f"shf.r.wrap.b32 t, {word}, {word}, {4 * i};"] if i else []
+                    lines += [f"lop3.b32 a{i}, {turned}, 0x00780078, 0x41804180, 0xea;"]
+                for part in range(parts):
+                    d = numbers("d", r, part)
+                    begins = s == 0 and column_chunk * 32 % group == 0
+                    before = [f"c{2 * part}", f"c{2 * part + 1}"] * 2 if begins else d
+                    lines += [mma(d, numbers("a", 0), numbers("b", column_chunk % 2, part)[2 * s : 2 * s + 2], before)]
+        return lines
+
+    def half(h: int) -> list[str]:
+        lines = [
+            f"WAIT{h}:",
+            "mbarrier.try_wait.parity.shared.b64 p, [bar], phase;",
+            f"@!p bra WAIT{h};",
+            "add.u32 at, slot, lane_bytes;",
+            *(f"ld.shared.v4.b32 {vector(numbers('w', i))}, [at + {512 * i}];" for i in range(4)),
+            "add.u32 mine, slot, scale_place;",
+            "bar.warp.sync -1;",  # here, all words are there: products of four fragments take turns
+        ]
+        for c in (2 * h, 2 * h + 1):
+            lines += load_x(c + 1)  # the last one's are not used
+            lines += begin_group(c * 32 // group) if c * 32 % group == 0 else []
+            lines += multiply(c)
+            lines += end_group() if (c + 1) * 32 % group == 0 else []
+        return [
+            *lines,
+            "bar.warp.sync -1;",  # the slot is read
+            "setp.gt.and.s32 p, left, 0, first_lane;",
+            f"@!p bra KEPT{h};",
+            *copies("slot", "bar"),
+            f"KEPT{h}:",
+            *copied(h),
+            "add.s32 left, left, -1;",
+            f"add.u32 slot, slot, {slot};",
+            "add.u32 bar, bar, 8;",
+            "setp.eq.u32 p, bar, bars_end;",
+            "@p mov.u32 slot, slots;",
+            "@p mov.u32 bar, bars;",
+            "@p xor.b32 phase, phase, 1;",
+        ]
+
+    rounds = -(-steps // TILES)
+
+    def fetch_x(n: int) -> list[str]:
+        """The warp's step of round ``n`` of the split of x."""
+        lines = [f"add.s32 i, warp, {n * TILES};", "setp.lt.s32 p, i, turns;"]
+        for part in range(parts):
+            lines += [f"mad.wide.s32 from, i, {2 * STEP}, x{part};"]
+            for c in range(4):
+                lines += [f"@p ld.global.nc.v4.b32 {vector(numbers('y', n % 2 * 4 + c, part))}, [from + {64 * c}];"]
+        return lines
+
+    def place_x(n: int) -> list[str]:
+        """Into shared memory, with the sums of its groups, which are products with one number."""
+        lines = [
+            *(fetch_x(n + 1) if n + 1 < rounds else []),
+            f"add.s32 i, warp, {n * TILES};",
+            "setp.lt.s32 known, i, turns;",
+            "setp.lt.and.s32 p, i, turns, in_quad;",
+            f"mad.lo.u32 at, i, {4 * chunk * parts}, x;",
+            f"mad.lo.u32 to, i, {step_groups * group_sums}, sums;",
+        ]
+        d = numbers("d", 0)
+        for part in range(parts):
+            for c in range(4):
+                loaded = vector(numbers("y", n % 2 * 4 + c, part))
+                lines += [f"@known st.shared.v4.b32 [at + {chunk * (c * parts + part)}], {loaded};"]
+            for g in range(step_groups):
+                lines += [f"mov.f32 {number}, 0f00000000;" for number in d]
+                for c in range(g * group // 32, (g + 1) * group // 32):
+                    loaded = numbers("y", n % 2 * 4 + c, part)
+                    lines += [mma(d, ["factor"] * 4, loaded[2 * s : 2 * s + 2], d) for s in range(2)]
+                lines += [f"@p st.shared.v2.f32 [to + {g * group_sums + 32 * part}], {vector(d[:2])};"]
+        return lines
+
+    def turned_sums() -> list[str]:
+        """The tile's sums through the warp's slots, so that a row's outputs follow one another in a warp."""
+        lines = ["and.b32 i, lane, 3;", "shr.u32 t, lane, 2;", f"mad.lo.u32 at, i, {2 * PITCH}, t;"]
+        lines += ["mad.lo.u32 at, at, 4, slots;"]
+        for r in range(4):
+            for part in range(parts):
+                for i, number in enumerate(numbers("acc", r, part)):
+                    place = (8 * part + i % 2) * PITCH + 16 * r + i // 2 * 8
+                    lines += [f"st.shared.f32 [at + {4 * place}], {number};"]
+        lines += ["bar.warp.sync -1;", "mad.lo.u32 at, lane, 8, slots;"]
+        return lines + [
+            f"ld.shared.v2.f32 {{acc{2 * j}, acc{2 * j + 1}}}, [at + {4 * j * PITCH}];" for j in range(rows)
+        ]
+
+    def one_address(name: str) -> list[str]:
+        """The same number in a register that the compiler knows to be one for the warp."""
+        lanes = [f"shfl.sync.idx.b32 {part}, {part}, 0, 31, -1;" for part in ("at", "to")]
+        return [f"mov.b64 {{at, to}}, {name};", *lanes, f"mov.b64 {name}, {{at, to}};"]
+
+    types = {"r": "u32", "l": "u64"}
+    lines = [
+        f".shared .align 8 .b8 full[{TILES * SLOTS * 8}];",
+        f".shared .align 16 .b8 group_sums[{steps * step_groups * group_sums}];",
+        ".reg .pred p, known, first_lane, in_quad;",
+        f".reg .f32 acc<{2 * rows}>, d<{2 * rows}>, c<{2 * parts}>, f<8>;",
+        f".reg .b32 a<4>, b<{8 * parts}>, w<16>, y<{32 * parts}>, s<8>, o<8>, t, i, at, to, factor, thread, turns;",
+        ".reg .b32 warp, lane, lane_bytes, scale_place, mine, slot, slots, bar, bars, bars_end, phase, left, x, sums;",
+        ".reg .b16 h<2>;",
+        ".reg .b64 words, scales, offsets, x0, x1, from;",
+        *(f"mov.{types[kind]} {name}, ${2 * rows + i};" for i, (name, kind) in enumerate(INPUTS.items())),
+        "and.b32 lane, thread, 31;",
+        "shr.u32 warp, thread, 5;",
+        *(f"shfl.sync.idx.b32 {name}, {name}, 0, 31, -1;" for name in ("warp", "turns")),
+        *(line for name in ("words", *kinds) for line in one_address(name)),
+        "setp.eq.u32 first_lane, lane, 0;",
+        "setp.lt.u32 in_quad, lane, 4;",
+        "shl.b32 lane_bytes, lane, 4;",
+        "shr.u32 scale_place, lane, 2;",
+        f"mul.lo.u32 scale_place, scale_place, {8 * SCALES[scales]};",
+        "mov.u32 x, global_smem;",
+        f"add.u32 slots, x, {steps * STEP * rows * 2};",
+        f"mad.lo.u32 slots, warp, {SLOTS * slot}, slots;",
+        "mov.u32 bars, full;",
+        f"mad.lo.u32 bars, warp, {SLOTS * 8}, bars;",
+        f"add.u32 bars_end, bars, {SLOTS * 8};",
+        "mov.u32 slot, slots;",
+        "mov.u32 bar, bars;",
+        "mov.u32 phase, 0;",
+        "shl.b32 left, turns, 1;",
+        "@!first_lane bra READY;",
+        *(f"mbarrier.init.shared.b64 [bar + {8 * i}], 1;" for i in range(SLOTS)),
+        "fence.proxy.async.shared::cta;",
+        "READY:",
+        *fetch_x(0),  # before the weights, which the memory has enough to do with
+    ]
+    for i in range(SLOTS):
+        lines += [
+            f"setp.gt.and.s32 p, left, {i}, first_lane;",
+            f"@!p bra FULL{i};",
+            f"add.u32 i, slot, {i * slot};",
+            f"add.u32 t, bar, {8 * i};",
+            *copies("i", "t"),
+            f"FULL{i}:",
+            *copied(i),
+        ]
+    lines += [
+        f"add.s32 left, left, {-SLOTS};",
+        f"mov.b32 factor, {'0xC180C180' if offsets else '0xC1C0C1C0'};",  # bfloat16 -16, -24
+        "and.b32 at, lane, 3;",
+        "add.u32 x, x, lane_bytes;",
+        "mov.u32 sums, group_sums;",
+        "mad.lo.u32 sums, at, 8, sums;",
+        *(line for n in range(rounds) for line in place_x(n)),
+        "bar.sync 0;",
+        *(f"mov.f32 acc{i}, 0f00000000;" for i in range(2 * rows)),
+        *load_x(0),
+        "TURN:",
+        *half(0),
+        *half(1),
+        f"add.u32 x, x, {4 * chunk * parts};",
+        f"add.u32 sums, sums, {step_groups * group_sums};",
+        "add.s32 turns, turns, -1;",
+        "setp.gt.s32 p, turns, 0;",
+        "@p bra TURN;",
+        *turned_sums(),
+        *(f"mov.f32 ${i}, acc{i};" for i in range(2 * rows)),
+    ]
+    # in one line, as compilers of programs that embed kernels want it: see wgmma_sdpa
+    return " ".join(["{", *lines, "}"])
+
+
+# numbers above, as a Triton kernel can read them
+_TILE, _TILES, _STEP = tl.constexpr(TILE), tl.constexpr(TILES), tl.constexpr(STEP)
+
+
+@triton.jit(do_not_specialize=["M"])
+def mma_kernel(
+    x_ptr, words_ptr, scales_ptr, offsets_ptr, out_ptr, M,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, CONSTRAINTS: tl.constexpr,
+):  # fmt: skip
+    """As ``fragment_kernel`` with 16 tiles a program: ``out`` of ``[S, M, N]``. Rows of x lie where 16 bytes can be
+    loaded. ``ASSEMBLY`` is ``assembly`` for ``ROWS`` and the steps of a split, and no split is without a step.
+    """
+    ALL_STEPS: tl.constexpr = K // _STEP
+    STEPS: tl.constexpr = (ALL_STEPS + SPLITS - 1) // SPLITS
+    split = tl.program_id(1)
+    # Zero, but the compiler does not know it: for this product Triton allocates the shared memory that the assembly
+    # uses.
+    never = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [split], dtype=tl.int32, is_pure=True, pack=1)
+    if never != 0:
+        d = tl.arange(0, 512)
+        a = tl.load(x_ptr + tl.arange(0, 64)[:, None] * 512 + d[None, :])
+        b = tl.load(x_ptr + tl.arange(0, 128)[:, None] * 512 + d[None, :])
+        tl.store(out_ptr + tl.arange(0, 64)[:, None] * 128 + tl.arange(0, 128)[None, :], tl.dot(a, b.T))
+    thread = tl.arange(0, 32 * _TILES)
+    zero = thread * 0
+    warp = thread // 32
+    step = split * STEPS
+    program = tl.program_id(0).to(tl.int64)
+    words = words_ptr + (program * (K * 8) + step * 1024) * _TILES + warp * 512
+    TOGETHER: tl.constexpr = max(1, 64 // GROUP)  # groups that a warp has at a time
+    first = (program * (K // GROUP) + step * _STEP // GROUP) * (_TILES * _TILE) + warp * (TOGETHER * _TILE)
+    column = step * _STEP + thread % 4 * 8
+    row = thread % 32 // 4
+    x0 = x_ptr + tl.minimum(row, M - 1) * K + column  # what is no row of the call is a row twice
+    x1 = x_ptr + tl.minimum(row + 8, M - 1) * K + column
+    turns = tl.minimum(STEPS, ALL_STEPS - step) + zero
+    made = tl.inline_asm_elementwise(
+        ASSEMBLY,
+        CONSTRAINTS,
+        [
+            thread, words.to(tl.int64, bitcast=True), (scales_ptr + first).to(tl.int64, bitcast=True),
+            (offsets_ptr + first).to(tl.int64, bitcast=True), x0.to(tl.int64, bitcast=True),
+            x1.to(tl.int64, bitcast=True), turns,
+        ],
+        dtype=(tl.float32,) * (2 * ROWS),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    n = (tl.program_id(0) * _TILES + warp) * _TILE + thread % 32 * 2
+    n = n[:, None] + tl.arange(0, 2)[None, :]
+    out_ptr += split * (M * N)
+    for m in tl.static_range(ROWS):
+        tl.store(out_ptr + m * N + n, tl.join(made[2 * m], made[2 * m + 1]), mask=(m < M) & (n < N))

@@ -1,0 +1,89 @@
+"""The assembly of ``mma_linear``, without a GPU; what it computes is tested on one, in ``tests/cuda``."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from test_fragment_int4_linear import resource_usage
+
+pytest.importorskip("triton")
+
+from eyas.kernels import fragment_linear, mma_linear
+
+COMPILE = """
+import json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from eyas.kernels.fragment_linear import plan
+from eyas.kernels.mma_linear import assembly, constraints, mma_kernel as kernel
+n, k, group, scales, offsets, rows = json.loads(sys.argv[1])
+splits = plan(n, k, group).splits
+steps = -(-k // (128 * splits))
+values = dict(N=n, K=k, GROUP=group, ROWS=rows, SPLITS=splits, CONSTRAINTS=constraints(rows),
+              ASSEMBLY=assembly(rows, group, scales, offsets, steps))
+pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*" + scales, offsets_ptr="*" + scales, out_ptr="*fp32")
+names = kernel.arg_names
+done = compile(
+    ASTSource(kernel, {**pointers, "M": "i32", **dict.fromkeys(values, "constexpr")},
+              {(names.index(name),): value for name, value in values.items()},
+              {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}),
+    target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+print(json.dumps({"ptx": done.asm["ptx"], "cubin": done.asm["cubin"].hex(), "shared": done.metadata.shared}))
+"""
+CASES = [
+    (43008, 5376, 128, "bf16", False, 8),
+    (43008, 5376, 128, "bf16", False, 16),
+    (43008, 5376, 32, "bf16", True, 8),
+    (43008, 5376, 32, "fp32", True, 16),
+    (18432, 5376, 64, "fp16", True, 16),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sixteen_warps_fit_a_multiprocessor(case, tmp_path):
+    """Without spills; weights by the copy engine, once a slot; addresses that the compiler knows to be a warp's."""
+    *_, offsets, rows = case
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(case)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    facts = json.loads(done.stdout)
+    assert facts["shared"] == mma_linear.SHARED_BYTES
+    assert facts["ptx"].count("cp.async.bulk.shared::cluster") == 4 * (2 + offsets)
+    sums = 4 * rows // 8 * 2  # of x, for the first step
+    assert facts["ptx"].count("mma.sync.aligned.m16n8k16") == 2 * 16 * rows // 8 + sums
+    assert resource_usage(bytes.fromhex(facts["cubin"]), tmp_path / "kernel.cubin") <= 128
+
+
+@pytest.mark.parametrize("group", mma_linear.GROUP_SIZES)
+@pytest.mark.parametrize("scales", mma_linear.SCALES)
+def test_shared_memory_has_room(group, scales):
+    """For the longest split that is taken: x, slots, and sums of a warp in its slots."""
+    steps = mma_linear.most_steps(group)
+    code = mma_linear.assembly(16, group, scales, True, steps)
+    slot = int(re.search(r"expect_tx.shared.b64 _, \[bar\], (\d+);", code).group(1))
+    assert slot == 2048 + 2 * max(1, 64 // group) * 64 * mma_linear.SCALES[scales]
+    x = int(re.search(r"add.u32 slots, x, (\d+);", code).group(1))
+    assert x == steps * 128 * 16 * 2 and x + 16 * 2 * slot <= mma_linear.SHARED_BYTES
+    assert 2 * slot >= 16 * mma_linear.PITCH * 4
+    held = sum(map(int, re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", code)))
+    assert mma_linear.SHARED_BYTES + held <= 227 << 10
+
+
+def test_splits():
+    """As few as leave the fewest steps a split, all with some, for programs that fill the card once."""
+    assert fragment_linear.mma_splits(42, 42) == 3 and fragment_linear.mma_splits(16, 42) == 7
+    for programs in range(16, 133):
+        for steps in range(1, 60):
+            splits = fragment_linear.mma_splits(programs, steps)
+            each = -(-steps // splits)
+            assert programs * splits <= 132 and (splits - 1) * each < steps
+            assert each == -(-steps // min(steps, 132 // programs))
+
+
+def test_one_line():
+    """Compilers of programs that embed kernels write the text into a program."""
+    code = mma_linear.assembly(8, 128, "bf16", False, 14)
+    assert "\n" not in code and "\\" not in code and '"' not in code and "'" not in code
