@@ -14,6 +14,7 @@ A block of assembly within a Triton kernel, so that what embeds Triton kernels e
 stores the sums and allocates the shared memory.
 """
 
+import re
 from collections.abc import Iterable
 
 import triton
@@ -297,8 +298,9 @@ def _assembly() -> str:
     }}"""
 
 
-# in one line: Inductor of torch 2.11 writes a constexpr into a program without escapes, where a line break would end it
-ASSEMBLY = tl.constexpr(" ".join(_assembly().split()))
+# In one line and without its comments: Inductor of torch 2.11 writes a constexpr into a program without escapes, where
+# a line break would end it, and AOTInductor a kernel's text into a comment of C++, which a comment's end would end.
+ASSEMBLY = tl.constexpr(" ".join(re.sub(r"/\*.*?\*/", "", _assembly()).split()))
 # numbers above, as a Triton kernel can read them
 _WIDTH, _ROWS, _KEYS, _THREADS = (tl.constexpr(number) for number in (WIDTH, ROWS, KEYS, THREADS))
 _SUMS, _RESULTS = tl.constexpr(SUMS), tl.constexpr(RESULTS)

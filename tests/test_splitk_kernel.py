@@ -183,6 +183,7 @@ def test_products_by_wgmma(scale, known, tmp_path):
 def test_the_assembly_in_the_source_of_a_program():
     """Inductor of torch 2.11 puts it there without escapes."""
     assert "\\" not in repr(wgmma_sdpa.ASSEMBLY.value) and "'" not in wgmma_sdpa.ASSEMBLY.value
+    assert "*/" not in wgmma_sdpa.ASSEMBLY.value, "AOTInductor writes kernels into comments of C++"
 
 
 def said_by_ptxas(ptx: str, folder: Path) -> str:
