@@ -13,8 +13,8 @@ added in their order, which is one for every number of rows, by elementwise addi
 kernel of the elementwise operations that read the result.
 
 Weights of some size are a program's tiles together: what the tiles of a program have of 64 columns follows one another
-in memory, tile by tile, so that a program reads it as one. Their kernel is that of ``mma_linear`` where the card has
-its instructions, else the one here.
+in memory, tile by tile, so that a program reads it as one. Their kernel is that of ``mma_linear`` on a Hopper, else the
+one here.
 
 Dimensions: T tiles of outputs, U units of columns, R fragments of a unit, W warps, S splits, M rows of x, N outputs,
 K inputs.
@@ -31,13 +31,13 @@ from torch import Tensor
 
 from eyas.kernels import mma_linear
 from eyas.kernels.int4_linear import unpack_nibbles
-from eyas.kernels.splitk_sdpa import MULTIPROCESSORS
+from eyas.kernels.splitk_sdpa import MULTIPROCESSORS, hopper, moved
 
 GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 16  # rows of x: what two fragments of the tensor core take
 UNIT_WEIGHTS = 1024  # weights of a unit: 32 threads x 4 words x 8
 TILE = 64  # outputs of a tile: what a warp has registers for
-SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # narrowest first
+SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ASM = not triton.knobs.runtime.interpret  # the interpreter knows no assembly, and has no bfloat16 products
 wrap = torch.library.wrap_triton if ASM else lambda kernel: kernel
 
@@ -67,15 +67,17 @@ def unit_columns(group_size: int) -> int:
 
 
 def program_tiles(out_features: int, in_features: int, group_size: int) -> int:
-    """How many tiles lie together: those of a program of ``mma_linear`` where a weight is large enough to give most
-    multiprocessors one, else 1. A function of the weight alone, not of the card.
+    """How many tiles lie together: those of a program of ``mma_linear`` where programs and as many splits as the card
+    holds at a time leave few multiprocessors without one, and a split is no longer than the kernel takes; else 1. A
+    function of the weight alone, not of the card.
     """
     programs, rest = divmod(out_features, TILE * mma_linear.TILES)
     fits = not rest and in_features % mma_linear.STEP == 0 and group_size in mma_linear.GROUP_SIZES
     if not fits or not 16 <= programs <= MULTIPROCESSORS:
         return 1
-    steps = in_features // mma_linear.STEP
-    return mma_linear.TILES if -(-steps // mma_splits(programs, steps)) <= mma_linear.most_steps(group_size) else 1
+    steps, busy = in_features // mma_linear.STEP, programs * (MULTIPROCESSORS // programs)
+    short = -(-steps // mma_splits(programs, steps)) <= mma_linear.MOST_STEPS
+    return mma_linear.TILES if short and busy >= 3 * MULTIPROCESSORS // 4 else 1
 
 
 def mma_splits(programs: int, steps: int) -> int:
@@ -407,8 +409,11 @@ def plan(out_features: int, in_features: int, group_size: int) -> Plan:
 
 
 def has_mma() -> bool:
-    """Whether the card at hand, Hopper where there is none, has what ``mma_linear`` needs."""
-    return ASM and not (torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0))
+    """Whether the card at hand is one that ``mma_linear`` is for: one program a multiprocessor, all at a time."""
+    if not ASM or not hopper():
+        return False
+    card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    return card is None or card.multi_processor_count >= MULTIPROCESSORS
 
 
 def triton_plan(out_features: int, in_features: int, group_size: int) -> Plan:
@@ -432,8 +437,16 @@ def choose_splits(programs: int, steps: int, resident: int, least: int = 1) -> i
     return min(range(1, max(1, most) + 1), key=lambda n: (-(-steps // n) * (1.0 if steps % n == 0 else 1.15), n))
 
 
-def _checked(x: Tensor, words: Tensor, scales: Tensor, group_size: int) -> int:
+def _checked(
+    x: Tensor, words: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int, out_features: int
+) -> int:
     """K. Raises ``ValueError`` where the operands do not belong together."""
+    tiles = -(-out_features // TILE)
+    if words.shape[0] != tiles or scales.shape[0] != tiles or (offsets is not None and offsets.shape != scales.shape):
+        shapes = ", ".join(str(list(t.shape)) for t in (words, scales, offsets) if t is not None)
+        raise ValueError(f"{out_features} outputs have {tiles} tiles; words, scales and offsets are {shapes}")
+    if unknown := [t.dtype for t in (scales, offsets) if t is not None and t.dtype not in SCALE_DTYPES]:
+        raise ValueError(f"scales or offsets are {unknown[0]}; allowed: {', '.join(map(str, SCALE_DTYPES))}")
     columns, units, groups = unit_columns(group_size), words.shape[1], scales.shape[1]
     k = x.shape[1]
     if -(-k // columns) != units or -(-k // group_size) != groups:
@@ -447,15 +460,13 @@ def reference(
     x: Tensor, words: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int, out_features: int
 ) -> Tensor:
     """What the ops compute, from the same operands, in float32: the implementation on cpu."""
-    q = unpack_fragments(words, out_features, _checked(x, words, scales, group_size), group_size).float()
+    k = _checked(x, words, scales, offsets, group_size, out_features)
+    q = unpack_fragments(words, out_features, k, group_size).float()
     scale, offset = (
-        None
-        if t is None
-        else unpack_scales(t, out_features, x.shape[1], group_size)
-        .float()
-        .repeat_interleave(group_size, 1)[:, : q.shape[1]]
+        None if t is None else unpack_scales(t, out_features, k, group_size).float().repeat_interleave(group_size, 1)
         for t in (scales, offsets)
     )
+    scale, offset = scale[:, :k], None if offset is None else offset[:, :k]
     w = (q - 8) * scale if offset is None else q * scale + offset
     return (x.float() @ w.T).to(x.dtype)
 
@@ -470,15 +481,16 @@ def launch_splits(
     max_rows: int = MAX_ROWS,
 ) -> Tensor:
     """The products of ``launch_linear`` before the sums of the splits are added: float32 ``[S, M, out_features]``."""
-    k = _checked(x, words, scales, group_size)
+    k = _checked(x, words, scales, offsets, group_size, out_features)
     x, rows, layout = x.contiguous(), x.shape[0], plan(out_features, k, group_size)
     parts = x.new_empty((layout.splits, rows, out_features), dtype=torch.float32)
     padded = 8 if max_rows <= 8 else 16
     if layout.mma:
         if x.storage_offset() % 8:
-            x = x.clone()  # to where 16 bytes can be loaded
+            x = moved(x)  # to where 16 bytes can be loaded
         steps = -(-k // (mma_linear.STEP * layout.splits))
-        code = mma_linear.assembly(padded, group_size, SCALE_DTYPES[scales.dtype], offsets is not None, steps)
+        dtypes = [None if t is None else SCALE_DTYPES[t.dtype] for t in (scales, offsets)]
+        code = mma_linear.assembly(padded, group_size, *dtypes, steps)
         wrap(mma_linear.mma_kernel)[(words.shape[0] // layout.tiles, layout.splits)](
             x, words, scales, scales if offsets is None else offsets, parts, rows,
             N=out_features, K=k, GROUP=group_size, ROWS=padded, SPLITS=layout.splits,
@@ -530,7 +542,7 @@ def launch_matmul(
     x: Tensor, words: Tensor, scales: Tensor, offsets: Tensor | None, group_size: int, out_features: int
 ) -> Tensor:
     """``launch_linear`` for many rows: the weight as bfloat16 numbers, then one matrix product."""
-    k = _checked(x, words, scales, group_size)
+    k = _checked(x, words, scales, offsets, group_size, out_features)
     weight = x.new_empty((out_features, k))
     wrap(dequantize_kernel)[(words.shape[0], triton.cdiv(words.shape[1], 4))](
         words, scales, scales if offsets is None else offsets, weight,

@@ -1,5 +1,5 @@
 """The products of ``fragment_linear`` for large weights in PTX, for what Triton cannot say: which warp waits for which
-load. Hopper and later have the instructions.
+load. For Hopper, on which it was tried.
 
 A program has 16 tiles of 64 outputs, a warp each, and a split of the input width. The copy engine brings a warp's words
 and scales, 64 columns at a time, into one of two slots that are the warp's own, so that warps wait for no other; what
@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 
 TILE, TILES = 64, 16  # outputs of a warp; warps
+MOST_STEPS = TILES  # of a split: a warp brings one of x
 STEP, HALF = 128, 64  # columns of a turn of the loop; of a slot
 SLOTS = 2  # of a warp
 WORD_BYTES = TILE * HALF // 2  # of a slot
 PITCH = 68  # numbers of a row of sums in shared memory: what keeps banks apart
 SHARED_BYTES = (64 + 128) * 512 * 2  # of operands of the product that allocates them
 GROUP_SIZES = (32, 64, 128)
-SCALES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a number
+SCALES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a scale or an offset
 INPUTS = {
     "thread": "r",  # its number in the program
     "words": "l",  # where the first words of the warp are
@@ -36,29 +37,29 @@ INPUTS = {
 }
 
 
-def most_steps(group_size: int) -> int:
-    """Steps of a split that shared memory has room for, with 16 rows of x and float32 scales and offsets."""
-    scale_bytes = 2 * max(1, HALF // group_size) * TILE * 4
-    return (SHARED_BYTES - TILES * SLOTS * (WORD_BYTES + scale_bytes)) // (STEP * 16 * 2)
-
-
 def constraints(rows: int) -> str:
     """Of the assembly's results and ``INPUTS``, in LLVM's letters."""
     return ",".join(["=f"] * (2 * rows) + [*INPUTS.values()])
 
 
 @cache
-def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int) -> str:
+def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps: int) -> str:
     """The sums of a warp's tile, ``2 * rows`` a thread: of row j, results 2 j and 2 j + 1 are those of outputs
-    ``2 * lane`` and the one after it. ``rows`` 8 or 16 of x, ``scales`` one of ``SCALES``, up to ``steps`` a split.
+    ``2 * lane`` and the one after it. ``rows`` 8 or 16 of x; ``group_size`` one of ``GROUP_SIZES``; ``scales`` and,
+    with zero points, ``offsets`` each one of ``SCALES``; up to ``steps`` a split, at most ``MOST_STEPS``. Raises
+    ``ValueError`` for others.
     """
+    if group_size not in GROUP_SIZES or steps > MOST_STEPS:
+        allowed = f"{', '.join(map(str, GROUP_SIZES))}, up to {MOST_STEPS}"
+        raise ValueError(f"groups of {group_size} and {steps} steps a split have no kernel here; allowed: {allowed}")
     parts = rows // 8  # fragments of x
     group = min(group_size, HALF)  # columns that products are added over before they are scaled
     per_half = HALF // group
-    group_bytes = TILE * SCALES[scales]
-    scale_bytes = per_half * group_bytes
-    slot = WORD_BYTES + scale_bytes * (1 + offsets)
-    kinds = ["scales", "offsets"][: 1 + offsets]
+    kinds = {"scales": scales} | ({"offsets": offsets} if offsets else {})
+    group_bytes = {kind: TILE * SCALES[dtype] for kind, dtype in kinds.items()}
+    scale_bytes = {kind: per_half * size for kind, size in group_bytes.items()}
+    places = {"scales": WORD_BYTES, "offsets": WORD_BYTES + scale_bytes["scales"]}  # in a slot
+    slot = WORD_BYTES + sum(scale_bytes.values())
     step_groups = STEP // group
     group_sums = rows * 4  # bytes of sums of x of a group
     chunk = 512  # bytes of 8 rows and 32 columns of x
@@ -82,17 +83,17 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
             f"mbarrier.arrive.expect_tx.shared.b64 _, [{bar}], {slot};",
             f"{engine} [{to}], [words], {WORD_BYTES}, [{bar}];",
         ]
-        for i, kind in enumerate(kinds):
-            lines += [f"add.u32 at, {to}, {WORD_BYTES + i * scale_bytes};"]
-            lines += [f"{engine} [at], [{kind}], {scale_bytes}, [{bar}];"]
+        for kind in kinds:
+            lines += [f"add.u32 at, {to}, {places[kind]};"]
+            lines += [f"{engine} [at], [{kind}], {scale_bytes[kind]}, [{bar}];"]
         return lines
 
     def copied(half: int) -> list[str]:
-        """By all lanes, so that addresses are known to be one: a group of 128 is read twice."""
-        on = TILES * scale_bytes if group_size < STEP or half == 1 else 0
+        """By all lanes, so that addresses are known to be one: scales of 128 columns are copied for both halves."""
+        done = group_size < STEP or half == 1
         return [
             f"add.s64 words, words, {TILES * WORD_BYTES};",
-            *(f"add.s64 {kind}, {kind}, {on};" for kind in kinds if on),
+            *(f"add.s64 {kind}, {kind}, {TILES * scale_bytes[kind]};" for kind in kinds if done),
         ]
 
     def load_x(column_chunk: int) -> list[str]:
@@ -103,24 +104,27 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
             for part in range(parts)
         ]
 
-    def load_scales(kind: str, at: int) -> list[str]:
+    def load_scales(kind: str, index: int) -> list[str]:
+        """A thread's eight of a group, as they are."""
+        place = places[kind] + index * group_bytes[kind]
         return [
-            f"ld.shared.v4.b32 {vector(f'{kind}{4 * i + j}' for j in range(4))}, [mine + {at + 16 * i}];"
-            for i in range(SCALES[scales] // 2)
+            f"ld.shared.v4.b32 {vector(f'{kind[0]}{4 * i + j}' for j in range(4))}, [my_{kind} + {place + 16 * i}];"
+            for i in range(SCALES[kinds[kind]] // 2)
         ]
 
     def spread(kind: str) -> list[str]:
-        """Eight scales of a thread as float32 ``f``."""
+        """What ``load_scales`` got as float32 ``f``."""
         lines = []
-        for i in range(2 * SCALES[scales]):
-            if scales == "bf16":
-                lines += [f"shl.b32 t, {kind}{i}, 16;", f"mov.b32 f{2 * i}, t;"]
-                lines += [f"and.b32 t, {kind}{i}, 0xFFFF0000;", f"mov.b32 f{2 * i + 1}, t;"]
-            elif scales == "fp16":
-                lines += [f"mov.b32 {{h0, h1}}, {kind}{i};"]
+        for i in range(2 * SCALES[kinds[kind]]):
+            name = f"{kind[0]}{i}"
+            if kinds[kind] == "bf16":
+                lines += [f"shl.b32 t, {name}, 16;", f"mov.b32 f{2 * i}, t;"]
+                lines += [f"and.b32 t, {name}, 0xFFFF0000;", f"mov.b32 f{2 * i + 1}, t;"]
+            elif kinds[kind] == "fp16":
+                lines += [f"mov.b32 {{h0, h1}}, {name};"]
                 lines += [f"cvt.f32.f16 f{2 * i + j}, h{j};" for j in range(2)]
             else:
-                lines += [f"mov.b32 f{i}, {kind}{i};"]
+                lines += [f"mov.b32 f{i}, {name};"]
         return lines
 
     def begin_group(index: int) -> list[str]:
@@ -129,8 +133,8 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
             f"ld.shared.v2.f32 {{c{2 * part}, c{2 * part + 1}}}, [sums + {index * group_sums + 32 * part}];"
             for part in range(parts)
         ]
-        for i, kind in enumerate(kinds):
-            lines += load_scales(kind[0], WORD_BYTES + i * scale_bytes + index % per_half * group_bytes)
+        for kind in kinds:
+            lines += load_scales(kind, index % per_half)
         return lines
 
     def add(source: str) -> list[str]:
@@ -144,9 +148,9 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
         return lines
 
     def end_group() -> list[str]:
-        lines = [*spread("s"), *add("d")]
+        lines = [*spread("scales"), *add("d")]
         if offsets:  # sums are those of x times -16
-            lines += [*spread("o"), *(f"mul.f32 f{i}, f{i}, 0fBD800000;" for i in range(8)), *add("c")]
+            lines += [*spread("offsets"), *(f"mul.f32 f{i}, f{i}, 0fBD800000;" for i in range(8)), *add("c")]
         return lines
 
     def multiply(column_chunk: int) -> list[str]:
@@ -176,7 +180,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
             f"@!p bra WAIT{h};",
             "add.u32 at, slot, lane_bytes;",
             *(f"ld.shared.v4.b32 {vector(numbers('w', i))}, [at + {512 * i}];" for i in range(4)),
-            "add.u32 mine, slot, scale_place;",
+            *(f"add.u32 my_{kind}, slot, {kind}_place;" for kind in kinds),
             "bar.warp.sync -1;",  # here, all words are there: products of four fragments take turns
         ]
         for c in (2 * h, 2 * h + 1):
@@ -201,36 +205,32 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
             "@p xor.b32 phase, phase, 1;",
         ]
 
-    rounds = -(-steps // TILES)
-
-    def fetch_x(n: int) -> list[str]:
-        """The warp's step of round ``n`` of the split of x."""
-        lines = [f"add.s32 i, warp, {n * TILES};", "setp.lt.s32 p, i, turns;"]
+    def fetch_x() -> list[str]:
+        """The warp's step of the split of x."""
+        lines = ["setp.lt.s32 p, warp, turns;"]
         for part in range(parts):
-            lines += [f"mad.wide.s32 from, i, {2 * STEP}, x{part};"]
+            lines += [f"mad.wide.s32 from, warp, {2 * STEP}, x{part};"]
             for c in range(4):
-                lines += [f"@p ld.global.nc.v4.b32 {vector(numbers('y', n % 2 * 4 + c, part))}, [from + {64 * c}];"]
+                lines += [f"@p ld.global.nc.v4.b32 {vector(numbers('y', c, part))}, [from + {64 * c}];"]
         return lines
 
-    def place_x(n: int) -> list[str]:
+    def place_x() -> list[str]:
         """Into shared memory, with the sums of its groups, which are products with one number."""
         lines = [
-            *(fetch_x(n + 1) if n + 1 < rounds else []),
-            f"add.s32 i, warp, {n * TILES};",
-            "setp.lt.s32 known, i, turns;",
-            "setp.lt.and.s32 p, i, turns, in_quad;",
-            f"mad.lo.u32 at, i, {4 * chunk * parts}, x;",
-            f"mad.lo.u32 to, i, {step_groups * group_sums}, sums;",
+            "setp.lt.s32 known, warp, turns;",
+            "setp.lt.and.s32 p, warp, turns, in_quad;",
+            f"mad.lo.u32 at, warp, {4 * chunk * parts}, x;",
+            f"mad.lo.u32 to, warp, {step_groups * group_sums}, sums;",
         ]
         d = numbers("d", 0)
         for part in range(parts):
             for c in range(4):
-                loaded = vector(numbers("y", n % 2 * 4 + c, part))
+                loaded = vector(numbers("y", c, part))
                 lines += [f"@known st.shared.v4.b32 [at + {chunk * (c * parts + part)}], {loaded};"]
             for g in range(step_groups):
                 lines += [f"mov.f32 {number}, 0f00000000;" for number in d]
                 for c in range(g * group // 32, (g + 1) * group // 32):
-                    loaded = numbers("y", n % 2 * 4 + c, part)
+                    loaded = numbers("y", c, part)
                     lines += [mma(d, ["factor"] * 4, loaded[2 * s : 2 * s + 2], d) for s in range(2)]
                 lines += [f"@p st.shared.v2.f32 [to + {g * group_sums + 32 * part}], {vector(d[:2])};"]
         return lines
@@ -260,8 +260,9 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
         f".shared .align 16 .b8 group_sums[{steps * step_groups * group_sums}];",
         ".reg .pred p, known, first_lane, in_quad;",
         f".reg .f32 acc<{2 * rows}>, d<{2 * rows}>, c<{2 * parts}>, f<8>;",
-        f".reg .b32 a<4>, b<{8 * parts}>, w<16>, y<{32 * parts}>, s<8>, o<8>, t, i, at, to, factor, thread, turns;",
-        ".reg .b32 warp, lane, lane_bytes, scale_place, mine, slot, slots, bar, bars, bars_end, phase, left, x, sums;",
+        f".reg .b32 a<4>, b<{8 * parts}>, w<16>, y<{16 * parts}>, s<8>, o<8>, t, i, at, to, factor, thread, turns;",
+        ".reg .b32 warp, lane, lane_bytes, slot, slots, bar, bars, bars_end, phase, left, x, sums;",
+        ".reg .b32 my_scales, my_offsets, scales_place, offsets_place;",
         ".reg .b16 h<2>;",
         ".reg .b64 words, scales, offsets, x0, x1, from;",
         *(f"mov.{types[kind]} {name}, ${2 * rows + i};" for i, (name, kind) in enumerate(INPUTS.items())),
@@ -272,8 +273,8 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
         "setp.eq.u32 first_lane, lane, 0;",
         "setp.lt.u32 in_quad, lane, 4;",
         "shl.b32 lane_bytes, lane, 4;",
-        "shr.u32 scale_place, lane, 2;",
-        f"mul.lo.u32 scale_place, scale_place, {8 * SCALES[scales]};",
+        "shr.u32 t, lane, 2;",
+        *(f"mul.lo.u32 {kind}_place, t, {8 * SCALES[dtype]};" for kind, dtype in kinds.items()),
         "mov.u32 x, global_smem;",
         f"add.u32 slots, x, {steps * STEP * rows * 2};",
         f"mad.lo.u32 slots, warp, {SLOTS * slot}, slots;",
@@ -288,7 +289,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
         *(f"mbarrier.init.shared.b64 [bar + {8 * i}], 1;" for i in range(SLOTS)),
         "fence.proxy.async.shared::cta;",
         "READY:",
-        *fetch_x(0),  # before the weights, which the memory has enough to do with
+        *fetch_x(),  # before the weights, which the memory has enough to do with
     ]
     for i in range(SLOTS):
         lines += [
@@ -307,7 +308,8 @@ def assembly(rows: int, group_size: int, scales: str, offsets: bool, steps: int)
         "add.u32 x, x, lane_bytes;",
         "mov.u32 sums, group_sums;",
         "mad.lo.u32 sums, at, 8, sums;",
-        *(line for n in range(rounds) for line in place_x(n)),
+        "bar.warp.sync -1;",
+        *place_x(),
         "bar.sync 0;",
         *(f"mov.f32 acc{i}, 0f00000000;" for i in range(2 * rows)),
         *load_x(0),
@@ -356,8 +358,8 @@ def mma_kernel(
     step = split * STEPS
     program = tl.program_id(0).to(tl.int64)
     words = words_ptr + (program * (K * 8) + step * 1024) * _TILES + warp * 512
-    TOGETHER: tl.constexpr = max(1, 64 // GROUP)  # groups that a warp has at a time
-    first = (program * (K // GROUP) + step * _STEP // GROUP) * (_TILES * _TILE) + warp * (TOGETHER * _TILE)
+    GROUPS_AT_ONCE: tl.constexpr = max(1, 64 // GROUP)
+    first = (program * (K // GROUP) + step * _STEP // GROUP) * (_TILES * _TILE) + warp * (GROUPS_AT_ONCE * _TILE)
     column = step * _STEP + thread % 4 * 8
     row = thread % 32 // 4
     x0 = x_ptr + tl.minimum(row, M - 1) * K + column  # what is no row of the call is a row twice

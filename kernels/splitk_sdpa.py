@@ -58,7 +58,7 @@ class Plan:
     wgmma: bool = False
 
 
-def _hopper() -> bool:
+def hopper() -> bool:
     """Whether the card at hand is a Hopper. Where there is none, plans are for one."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 
@@ -72,7 +72,7 @@ def plan(heads: int, kv_heads: int, width: int, max_rows: int, window: int = 0) 
     """
     rows = min(TILE_ROWS, max(16, triton.next_power_of_2(max_rows * heads // kv_heads)))
     splits = min(64, max(1, MULTIPROCESSORS // kv_heads))
-    if width == wgmma_sdpa.WIDTH and not window and _hopper():
+    if width == wgmma_sdpa.WIDTH and not window and hopper():
         return Plan(wgmma_sdpa.ROWS, wgmma_sdpa.KEYS, splits, wgmma_sdpa.WARPS, stages=2, wgmma=True)
     if width == 512:
         return Plan(rows, 16, splits, warps=8, stages=3)
@@ -195,9 +195,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, input_pos: Tensor, window: int, max_
 
 def _aligned(x: Tensor) -> Tensor:
     """``x``, or a dense copy of it where its vectors do not lie so that 16 bytes at a time can be copied."""
-    if x.storage_offset() % 8 or x.stride(1) % 8 or x.stride(2) % 8:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    return moved(x) if x.storage_offset() % 8 or x.stride(1) % 8 or x.stride(2) % 8 else x
+
+
+def moved(x: Tensor) -> Tensor:
+    """A dense copy at the beginning of memory of its own. ``clone`` will not do: a compiler drops it where a copy would
+    differ in nothing but its place.
+    """
+    return torch.nn.functional.pad(x.reshape(-1), (0, 8))[: x.numel()].view(x.shape)
 
 
 def reference(

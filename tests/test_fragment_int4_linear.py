@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,7 @@ def test_large_weights_lie_together():
     assert all(program_tiles(n, k, group) == 16 for n, k in large for group in (32, 64, 128))
     small = [(43008, 5384, 32), (43072, 5376, 32), (15360, 5376, 32), (136192, 1024, 32), (43008, 5376, 256)]
     small += [(135168, 5376, 32), (5376, 21504, 32), (262144, 640, 32)]
+    small += [(49152, 1024, 32), (69632, 1024, 32)]  # a third and a half of the card would be idle
     assert all(program_tiles(*shape) == 1 for shape in small)
     qweight, scales, _ = random_weight(16384, 128, 128)
     words, packed = pack_fragments(qweight, 128, 128), pack_scales(scales, 128, 128)
@@ -84,6 +86,19 @@ def test_large_weights_lie_together():
     assert torch.equal(
         fragment_int4_linear(x, words, packed, None, 128, 16384), int4_linear(x, qweight, scales, None, 128)
     )
+
+
+def test_other_cards_have_tritons_kernel_for_what_lies_together(monkeypatch):
+    """Where a weight's tiles lie does not depend on the card, so neither does a packed weight."""
+    shape = (43008, 5376, 128)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cards = ((8, 0), 132, False), ((9, 0), 132, True), ((9, 0), 78, False), ((12, 0), 170, False)
+    for capability, processors, mma in cards:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        card = SimpleNamespace(multi_processor_count=processors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card=card: card)
+        assert plan(*shape).mma == mma and program_tiles(*shape) == 16
+        assert mma or plan(*shape) == fragment_linear.triton_plan(*shape)
 
 
 def test_a_thread_has_its_part_of_a_fragment():
@@ -119,6 +134,15 @@ def test_operands_that_do_not_belong_together():
     operands = pack_fragments(qweight, 128, 32), pack_scales(scales, 128, 32), None, 32, 64
     with pytest.raises(ValueError, match="x has 96 columns, the weight 4 units of 32 and 4 groups of 32"):
         fragment_int4_linear(torch.zeros(1, 96, dtype=torch.bfloat16), *operands)
+    x, (words, packed, *_) = torch.zeros(1, 128, dtype=torch.bfloat16), operands
+    with pytest.raises(ValueError, match=r"128 outputs have 2 tiles; words, scales and offsets are \[1, 4, 2, 32, 4\]"):
+        fragment_int4_linear(x, words, packed, None, 32, 128)
+    with pytest.raises(ValueError, match=r"64 outputs have 1 tiles; .*, \[1, 2, 8, 8\]"):
+        fragment_int4_linear(x, words, packed, packed[:, :2], 32, 64)
+    with pytest.raises(
+        ValueError, match=r"scales or offsets are torch.float64; allowed: torch.bfloat16, torch.float16"
+    ):
+        fragment_int4_linear(x, words, packed.double(), None, 32, 64)
 
 
 def test_scales_keep_every_bit():

@@ -19,11 +19,12 @@ from triton.compiler import ASTSource, compile
 from eyas.kernels.fragment_linear import plan
 from eyas.kernels.mma_linear import assembly, constraints, mma_kernel as kernel
 n, k, group, scales, offsets, rows = json.loads(sys.argv[1])
+pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*" + scales, offsets_ptr="*" + (offsets or scales))
+pointers["out_ptr"] = "*fp32"
 splits = plan(n, k, group).splits
 steps = -(-k // (128 * splits))
 values = dict(N=n, K=k, GROUP=group, ROWS=rows, SPLITS=splits, CONSTRAINTS=constraints(rows),
               ASSEMBLY=assembly(rows, group, scales, offsets, steps))
-pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*" + scales, offsets_ptr="*" + scales, out_ptr="*fp32")
 names = kernel.arg_names
 done = compile(
     ASTSource(kernel, {**pointers, "M": "i32", **dict.fromkeys(values, "constexpr")},
@@ -33,11 +34,11 @@ done = compile(
 print(json.dumps({"ptx": done.asm["ptx"], "cubin": done.asm["cubin"].hex(), "shared": done.metadata.shared}))
 """
 CASES = [
-    (43008, 5376, 128, "bf16", False, 8),
-    (43008, 5376, 128, "bf16", False, 16),
-    (43008, 5376, 32, "bf16", True, 8),
-    (43008, 5376, 32, "fp32", True, 16),
-    (18432, 5376, 64, "fp16", True, 16),
+    (43008, 5376, 128, "bf16", None, 8),
+    (43008, 5376, 128, "bf16", None, 16),
+    (43008, 5376, 32, "bf16", "bf16", 8),
+    (43008, 5376, 32, "fp32", "fp32", 16),
+    (18432, 5376, 64, "fp16", "fp32", 16),
 ]
 
 
@@ -51,7 +52,9 @@ def test_sixteen_warps_fit_a_multiprocessor(case, tmp_path):
     )
     facts = json.loads(done.stdout)
     assert facts["shared"] == mma_linear.SHARED_BYTES
-    assert facts["ptx"].count("cp.async.bulk.shared::cluster") == 4 * (2 + offsets)
+    assert facts["ptx"].count("cp.async.bulk.shared::cluster") == 4 * (3 if offsets else 2)
+    after = facts["ptx"].split("bra TURN")[1]
+    assert ".shared" in after.split("st.global")[0] and ".shared" not in after.split("st.global", 1)[1], "Triton's own"
     sums = 4 * rows // 8 * 2  # of x, for the first step
     assert facts["ptx"].count("mma.sync.aligned.m16n8k16") == 2 * 16 * rows // 8 + sums
     assert resource_usage(bytes.fromhex(facts["cubin"]), tmp_path / "kernel.cubin") <= 128
@@ -59,17 +62,36 @@ def test_sixteen_warps_fit_a_multiprocessor(case, tmp_path):
 
 @pytest.mark.parametrize("group", mma_linear.GROUP_SIZES)
 @pytest.mark.parametrize("scales", mma_linear.SCALES)
-def test_shared_memory_has_room(group, scales):
+@pytest.mark.parametrize("offsets", [None, *mma_linear.SCALES])
+def test_shared_memory_has_room(group, scales, offsets):
     """For the longest split that is taken: x, slots, and sums of a warp in its slots."""
-    steps = mma_linear.most_steps(group)
-    code = mma_linear.assembly(16, group, scales, True, steps)
+    steps = mma_linear.MOST_STEPS
+    code = mma_linear.assembly(16, group, scales, offsets, steps)
     slot = int(re.search(r"expect_tx.shared.b64 _, \[bar\], (\d+);", code).group(1))
-    assert slot == 2048 + 2 * max(1, 64 // group) * 64 * mma_linear.SCALES[scales]
+    bytes_each = mma_linear.SCALES[scales] + (mma_linear.SCALES[offsets] if offsets else 0)
+    assert slot == 2048 + max(1, 64 // group) * 64 * bytes_each and slot % 128 == 0
+    copied = re.search(r"bra KEPT0;(.*?)KEPT0:", code).group(1)
+    assert sum(map(int, re.findall(r"\], \[\w+\], (\d+), \[bar\]", copied))) == slot, "what is waited for is copied"
     x = int(re.search(r"add.u32 slots, x, (\d+);", code).group(1))
     assert x == steps * 128 * 16 * 2 and x + 16 * 2 * slot <= mma_linear.SHARED_BYTES
     assert 2 * slot >= 16 * mma_linear.PITCH * 4
     held = sum(map(int, re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", code)))
     assert mma_linear.SHARED_BYTES + held <= 227 << 10
+
+
+def test_scales_and_offsets_have_types_of_their_own():
+    """As they are packed: each in the narrowest that loses nothing."""
+    code = mma_linear.assembly(8, 32, "fp32", "fp16", 4)
+    assert "add.s64 scales, scales, 8192;" in code and "add.s64 offsets, offsets, 4096;" in code
+    assert "mul.lo.u32 scales_place, t, 32;" in code and "mul.lo.u32 offsets_place, t, 16;" in code
+    assert "cvt.f32.f16 f0, h0;" in code and "mov.b32 f0, s0;" in code
+
+
+def test_what_has_no_assembly():
+    with pytest.raises(ValueError, match="groups of 256 and 4 steps a split have no kernel here; allowed: 32, 64, 128"):
+        mma_linear.assembly(8, 256, "bf16", None, 4)
+    with pytest.raises(ValueError, match="groups of 32 and 17 steps a split have no kernel here"):
+        mma_linear.assembly(8, 32, "bf16", None, 17)
 
 
 def test_splits():
@@ -85,5 +107,5 @@ def test_splits():
 
 def test_one_line():
     """Compilers of programs that embed kernels write the text into a program."""
-    code = mma_linear.assembly(8, 128, "bf16", False, 14)
+    code = mma_linear.assembly(8, 128, "bf16", None, 14)
     assert not any(text in code for text in ("\n", "\\", '"', "'", "*/"))

@@ -178,6 +178,8 @@ def test_products_by_wgmma(scale, known, tmp_path):
         assert f"wgmma.mma_async.sync.aligned.{product}.f32.bf16.bf16" in facts["ptx"]
     assert resource_usage(facts["cubin"], tmp_path / "kernel.cubin") <= 255
     assert "serialized" not in said_by_ptxas(facts["ptx"], tmp_path)
+    declared = facts["ptx"].count(".shared .align")
+    assert declared == 1, "what wgmma reads lies at multiples of 1024 bytes of the only shared memory"
 
 
 def test_the_assembly_in_the_source_of_a_program():

@@ -65,10 +65,12 @@ REAL = [
 REAL += [
     (n, k, 32, True, torch.bfloat16, 5) for n, k in ((1024, 640), (256, 640), (640, 1024), (4096, 640), (640, 2048))
 ]
-LARGE = [  # by the kernel of mma_linear: groups and dtypes of scales, splits of other lengths, one split, one step
+LARGE = [  # by the kernel of mma_linear: groups and dtypes of scales, a last split that is shorter, one split, one step
     *((16384, 896, group, True, dtype, 9) for group in (32, 64, 128) for dtype in fragment_linear.SCALE_DTYPES),
     *((18432, 5376, group, False, torch.bfloat16, rows) for group in (32, 64, 128) for rows in (1, 8, 16)),
     (135168, 1024, 64, True, torch.float16, 3),
+    (26624, 5376, 128, True, torch.bfloat16, 16),
+    (32768, 8192, 32, False, torch.bfloat16, 8),
     (16384, 128, 32, False, torch.bfloat16, 16),
 ]
 
@@ -91,7 +93,7 @@ def test_products(n, k, group, offsets, dtype, rows):
         assert error(many, x, w.numbers) < 4 * ROUNDING  # weights are rounded to bfloat16
 
 
-TOGETHER = [(256, 256, 128, False), (128, 384, 64, True), (256, 320, 32, True), (512, 128, 32, False)]
+TOGETHER = [(256, 256, 128, False), (384, 384, 64, True), (256, 320, 32, True), (512, 128, 32, False)]
 
 
 @pytest.mark.parametrize("case", TOGETHER, ids=str)
@@ -104,7 +106,7 @@ def test_tiles_that_lie_together(case, monkeypatch):
     monkeypatch.setattr(fragment_linear, "program_tiles", lambda *_: n // 128)
     monkeypatch.setattr(fragment_linear, "has_mma", lambda: False)
     w = weight(n, k, group, offsets=offsets)
-    assert n == 128 or not torch.equal(w.operands[0], apart.operands[0])
+    assert not torch.equal(w.operands[0], apart.operands[0])
     assert torch.equal(launch_linear(x, *w.operands), want) and error(want, x, w.numbers) < ROUNDING
     out = w.numbers.new_empty(n, k, dtype=torch.float32)
     words, scales, offset, *_ = w.operands
@@ -127,6 +129,16 @@ def test_large_weights_have_a_kernel_of_their_own(monkeypatch):
             other = fragment_linear.launch_splits(x, *w.operands)
         assert parts.shape[0] == fragment_linear.plan(n, k, group).splits
         torch.testing.assert_close(parts.sum(0), other.sum(0), rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
+@gpu
+@pytest.mark.parametrize("group", [32, 128])
+def test_scales_and_offsets_of_two_dtypes(group):
+    w, x = weight(16384, 896, group, offsets=True, dtype=torch.bfloat16), randn(5, 896)
+    words, scales, offsets, *facts = w.operands
+    same = fragment_linear.launch_splits(x, words, scales.float(), offsets.float(), *facts)
+    for mixed in ((scales, offsets.float()), (scales.float(), offsets)):
+        assert torch.equal(fragment_linear.launch_splits(x, words, *mixed, *facts), same)
 
 
 @gpu

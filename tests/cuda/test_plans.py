@@ -27,6 +27,8 @@ def timed(kernels, plans, calls):
 def test_int4_plans(group, offsets, n_plans):
     base = replace(fragment_linear.plan(*SHAPE, group), splits=2)
     plans = list(int4_plans(base, base, group))
+    first = replace(base, mma=True)
+    assert list(int4_plans(first, base, group)) == [first, *plans]
     found, _ = timed(fragment_linear, plans, int4_calls(SHAPE, group, offsets, ROWS, DEVICE))
     assert len({row["plan"] for row in found}) == len(plans) == n_plans
     assert all(row["ok"] and list(row["us"]) == [1, 9] for row in found)
