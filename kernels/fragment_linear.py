@@ -36,7 +36,7 @@ from eyas.kernels.splitk_sdpa import MULTIPROCESSORS, hopper, moved
 GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 16  # rows of x: what two fragments of the tensor core take
 UNIT_WEIGHTS = 1024  # weights of a unit: 32 threads x 4 words x 8
-TILE = 64  # outputs of a tile: what a warp has registers for
+TILE = mma_linear.TILE  # outputs of a tile: what a warp has registers for
 SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ASM = not triton.knobs.runtime.interpret  # the interpreter knows no assembly, and has no bfloat16 products
 wrap = torch.library.wrap_triton if ASM else lambda kernel: kernel
@@ -285,7 +285,7 @@ def fragment_kernel(
 ):  # fmt: skip
     """One split of the input width for ``TILES`` tiles of outputs, a warp each: ``out`` of ``[S, M, N]``.
 
-    ``ROWS``: M rounded up to 8 or 16. ``UNITS`` of a step lie within one group.
+    ``ROWS``: M rounded up to 8 or 16. ``UNITS`` of a step lie within one group. ``TOGETHER``: tiles that lie together.
     """
     UNIT_COLUMNS: tl.constexpr = min(64, GROUP)
     ALL_UNITS: tl.constexpr = (K + UNIT_COLUMNS - 1) // UNIT_COLUMNS
@@ -352,7 +352,7 @@ def dequantize_kernel(
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SOME_UNITS: tl.constexpr,
     TOGETHER: tl.constexpr, OFFSETS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Some units of a tile as numbers of ``out``'s dtype, ``[N, K]``."""
+    """Some units of a tile as numbers of ``out``'s dtype, ``[N, K]``. ``TOGETHER``: tiles that lie together."""
     COLUMNS: tl.constexpr = min(64, GROUP)
     UNITS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP

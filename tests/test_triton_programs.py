@@ -6,9 +6,10 @@ import pytest
 import torch
 import triton
 from torch._functorch.aot_autograd import aot_export_module
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from triton.backends.compiler import GPUTarget
 
-from eyas.kernels import fragment_bf16_linear, fragment_int8_linear, fragment_linear, splitk_sdpa  # noqa: F401
+from eyas.kernels import fragment_bf16_linear, fragment_int8_linear, fragment_linear, mma_linear, splitk_sdpa  # noqa: F401
 from eyas.kernels.fragment_bf16_linear import pack_bf16_fragments
 from eyas.kernels.fragment_int8_linear import pack_int8_fragments
 from eyas.kernels.fragment_linear import pack_fragments, pack_scales
@@ -91,7 +92,8 @@ def test_int4_of_a_large_weight():
     module = Call(eyas.fragment_int4_linear, 32, 16384, 8, **int4_constants(16384))
     (product,) = launches(module, (x,), ({0: ROWS},))
     assert product["tensors_to_clone"] == ["out_ptr"] and product["grid"][0] == (16, 5, 1)
-    assert set(product["kwargs"]) >= {"words_ptr", "M"} and product["kwargs"]["ROWS"] == 8
+    fixed = kernel_side_table.get_constant_args(product["constant_args_idx"]) | product["kwargs"]
+    assert fixed["ROWS"] == 8 and fixed["ASSEMBLY"] == mma_linear.assembly(8, 32, "bf16", "bf16", 1)
 
 
 def test_int8():
