@@ -37,6 +37,8 @@ GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 16  # rows of x: what two fragments of the tensor core take
 UNIT_WEIGHTS = 1024  # weights of a unit: 32 threads x 4 words x 8
 TILE = mma_linear.TILE  # outputs of a tile: what a warp has registers for
+LEAST_TOGETHER, LEAST_PROGRAMS = 12, 6  # tiles of a program of ``mma_linear``, programs of a weight
+EVEN = 0.75  # of what the multiprocessors could do while the one with most to do is at it
 SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ASM = not triton.knobs.runtime.interpret  # the interpreter knows no assembly, and has no bfloat16 products
 wrap = torch.library.wrap_triton if ASM else lambda kernel: kernel
@@ -67,17 +69,21 @@ def unit_columns(group_size: int) -> int:
 
 
 def program_tiles(out_features: int, in_features: int, group_size: int) -> int:
-    """How many tiles lie together: those of a program of ``mma_linear`` where programs and as many splits as the card
-    holds at a time leave few multiprocessors without one, and a split is no longer than the kernel takes; else 1. A
-    function of the weight alone, not of the card.
+    """How many tiles lie together: those of a program of ``mma_linear`` where such programs, with as many splits as the
+    card holds at a time, share the weight out evenly enough; else 1. A function of the weight alone, not of the card.
     """
-    programs, rest = divmod(out_features, TILE * mma_linear.TILES)
-    fits = not rest and in_features % mma_linear.STEP == 0 and group_size in mma_linear.GROUP_SIZES
-    if not fits or not 16 <= programs <= MULTIPROCESSORS:
+    tiles, rest = divmod(out_features, TILE)
+    if rest or in_features % mma_linear.STEP != 0 or group_size not in mma_linear.GROUP_SIZES:
         return 1
-    steps, busy = in_features // mma_linear.STEP, programs * (MULTIPROCESSORS // programs)
-    short = -(-steps // mma_splits(programs, steps)) <= mma_linear.MOST_STEPS
-    return mma_linear.TILES if short and busy >= 3 * MULTIPROCESSORS // 4 else 1
+    steps, found = in_features // mma_linear.STEP, {}
+    for together in range(LEAST_TOGETHER, mma_linear.WARPS + 1):
+        programs, rest = divmod(tiles, together)
+        if rest or not LEAST_PROGRAMS <= programs <= MULTIPROCESSORS:
+            continue
+        each = -(-steps // mma_splits(programs, steps))  # steps of a split
+        if each <= mma_linear.MOST_STEPS and tiles * steps >= EVEN * MULTIPROCESSORS * together * each:
+            found[together] = together * each
+    return min(found, key=lambda together: (found[together], -together), default=1)
 
 
 def mma_splits(programs: int, steps: int) -> int:
@@ -490,12 +496,12 @@ def launch_splits(
             x = moved(x)  # to where 16 bytes can be loaded
         steps = -(-k // (mma_linear.STEP * layout.splits))
         dtypes = [None if t is None else SCALE_DTYPES[t.dtype] for t in (scales, offsets)]
-        code = mma_linear.assembly(padded, group_size, *dtypes, steps)
+        code = mma_linear.assembly(padded, group_size, *dtypes, steps, layout.tiles)
         wrap(mma_linear.mma_kernel)[(words.shape[0] // layout.tiles, layout.splits)](
             x, words, scales, scales if offsets is None else offsets, parts, rows,
-            N=out_features, K=k, GROUP=group_size, ROWS=padded, SPLITS=layout.splits,
+            N=out_features, K=k, GROUP=group_size, ROWS=padded, TILES=layout.tiles, SPLITS=layout.splits,
             ASSEMBLY=code, CONSTRAINTS=mma_linear.constraints(padded),
-            num_warps=layout.tiles,
+            num_warps=mma_linear.WARPS,
         )  # fmt: skip
         return parts
     wrap(fragment_kernel)[(-(-words.shape[0] // layout.tiles), layout.splits)](

@@ -1,11 +1,13 @@
 """The products of ``fragment_linear`` for large weights in PTX, for what Triton cannot say: which warp waits for which
 load. For Hopper, on which it was tried.
 
-A program has 16 tiles of 64 outputs, a warp each, and a split of the input width. The copy engine brings a warp's words
-and scales, 64 columns at a time, into one of two slots that are the warp's own, so that warps wait for no other; what
-the 16 have at a time follows one another in memory (``program_tiles`` of ``fragment_linear``), which is what DRAM is
-fast at. The split of x is brought once, in the order of the tensor core's operand, and with it come the sums of x that
-offsets need: the products of a group begin at them.
+A program has up to 16 tiles of 64 outputs, a warp each, and a split of the input width. The copy engine brings a warp's
+words and scales, 64 columns at a time, into one of two slots that are the warp's own, so that warps wait for no other
+(with 16 rows of x, which take longer to multiply, a third slot is read meanwhile, where there is room for it);
+what the tiles have at a time follows one another in memory (``program_tiles`` of ``fragment_linear``), which is what
+DRAM is fast at, and is the first to leave the cache, which so keeps x and the results. The split of x is brought once,
+in the order of the tensor core's operand, and with it come its sums over groups: the products of a group begin at them,
+and offsets are multiplied with them.
 
 A block of assembly within a Triton kernel, so that what embeds Triton kernels embeds it: Triton finds the addresses,
 stores the sums and allocates the shared memory. What is taken of registers is in ``tests/test_mma_linear.py``.
@@ -17,10 +19,10 @@ from functools import cache
 import triton
 import triton.language as tl
 
-TILE, TILES = 64, 16  # outputs of a warp; warps
-MOST_STEPS = TILES  # of a split: a warp brings one of x
+TILE, WARPS = 64, 16  # outputs of a warp; warps of a program, of which some may have no tile
+MOST_STEPS = WARPS  # of a split: a warp brings one of x
 STEP, HALF = 128, 64  # columns of a turn of the loop; of a slot
-SLOTS = 2  # of a warp
+SLOTS = 2  # of a warp: what it waits for at a time
 WORD_BYTES = TILE * HALF // 2  # of a slot
 PITCH = 68  # numbers of a row of sums in shared memory: what keeps banks apart
 SHARED_BYTES = (64 + 128) * 512 * 2  # of operands of the product that allocates them
@@ -43,15 +45,16 @@ def constraints(rows: int) -> str:
 
 
 @cache
-def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps: int) -> str:
+def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps: int, tiles: int = WARPS) -> str:
     """The sums of a warp's tile, ``2 * rows`` a thread: of row j, results 2 j and 2 j + 1 are those of outputs
-    ``2 * lane`` and the one after it. ``rows`` 8 or 16 of x; ``group_size`` one of ``GROUP_SIZES``; ``scales`` and,
-    with zero points, ``offsets`` each one of ``SCALES``; up to ``steps`` a split, at most ``MOST_STEPS``. Raises
-    ``ValueError`` for others.
+    ``2 * lane`` and the one after it; of a warp without a tile, anything. ``rows`` 8 or 16 of x; ``group_size`` one of
+    ``GROUP_SIZES``; ``scales`` and, with zero points, ``offsets`` each one of ``SCALES``; up to ``steps`` a split, at
+    most ``MOST_STEPS``; ``tiles`` at most ``WARPS``. Raises ``ValueError`` for others.
     """
-    if group_size not in GROUP_SIZES or steps > MOST_STEPS:
-        allowed = f"{', '.join(map(str, GROUP_SIZES))}, up to {MOST_STEPS}"
-        raise ValueError(f"groups of {group_size} and {steps} steps a split have no kernel here; allowed: {allowed}")
+    if group_size not in GROUP_SIZES or steps > MOST_STEPS or tiles > WARPS:
+        allowed = f"{', '.join(map(str, GROUP_SIZES))}, up to {MOST_STEPS}, up to {WARPS}"
+        got = f"groups of {group_size}, {steps} steps a split and {tiles} tiles"
+        raise ValueError(f"{got} have no kernel here; allowed: {allowed}")
     parts = rows // 8  # fragments of x
     group = min(group_size, HALF)  # columns that products are added over before they are scaled
     per_half = HALF // group
@@ -61,8 +64,13 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
     places = {"scales": WORD_BYTES, "offsets": WORD_BYTES + scale_bytes["scales"]}  # in a slot
     slot = WORD_BYTES + sum(scale_bytes.values())
     step_groups = STEP // group
-    group_sums = rows * 4  # bytes of sums of x of a group
+    group_sums = rows * 8  # bytes of sums of x of a group, each pair of rows twice, as a fragment begins at them
+    by_product = offsets == "bf16"  # offsets times sums of x by the tensor core
+    triples = 128 * parts  # bytes of sums of x of a slot's groups, as three bfloat16 each
     chunk = 512  # bytes of 8 rows and 32 columns of x
+    x_bytes = steps * STEP * rows * 2 + chunk * parts  # and what is read past the end
+    spare = rows == 16 and x_bytes + WARPS * (SLOTS + 1) * slot <= SHARED_BYTES  # a slot more than are waited for
+    slots = SLOTS + spare
 
     def mma(out: list[str], a: list[str], b: list[str], c: list[str]) -> str:
         operands = ", ".join("{" + ", ".join(names) + "}" for names in (out, a, b, c))
@@ -78,22 +86,22 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
 
     def copies(to: str, bar: str) -> list[str]:
         """By one lane: what the next slot holds."""
-        engine = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        engine = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         lines = [
             f"mbarrier.arrive.expect_tx.shared.b64 _, [{bar}], {slot};",
-            f"{engine} [{to}], [words], {WORD_BYTES}, [{bar}];",
+            f"{engine} [{to}], [words], {WORD_BYTES}, [{bar}], once;",
         ]
         for kind in kinds:
             lines += [f"add.u32 at, {to}, {places[kind]};"]
-            lines += [f"{engine} [at], [{kind}], {scale_bytes[kind]}, [{bar}];"]
+            lines += [f"{engine} [at], [{kind}], {scale_bytes[kind]}, [{bar}], once;"]
         return lines
 
     def copied(half: int) -> list[str]:
         """By all lanes, so that addresses are known to be one: scales of 128 columns are copied for both halves."""
         done = group_size < STEP or half == 1
         return [
-            f"add.s64 words, words, {TILES * WORD_BYTES};",
-            *(f"add.s64 {kind}, {kind}, {TILES * scale_bytes[kind]};" for kind in kinds if done),
+            f"add.s64 words, words, {tiles * WORD_BYTES};",
+            *(f"add.s64 {kind}, {kind}, {tiles * scale_bytes[kind]};" for kind in kinds if done),
         ]
 
     def load_x(column_chunk: int) -> list[str]:
@@ -103,6 +111,20 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
             f"[x + {chunk * (column_chunk * parts + part)}];"
             for part in range(parts)
         ]
+
+    def multiply_offsets(half: int) -> list[str]:
+        """A slot's offsets times the sums of x of their groups: a step of eight columns of the tensor core, of which a
+        group has four, its sum in three bfloat16 and nothing.
+        """
+        lines = ["add.u32 at, slot, twice_place;", f"ld.shared.v4.b32 {vector(f'o{i}' for i in range(4))}, [at];"]
+        lines += [f"ld.shared.b32 e{part}, [triples + {half * triples + 128 * part}];" for part in range(parts)]
+        for r in range(4):
+            lines += [f"prmt.b32 a0, o{r}, o{r}, 0x1010;", f"prmt.b32 a1, o{r}, o{r}, 0x3232;"]
+            for part in range(parts):
+                acc = vector(numbers("acc", r, part))
+                product = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32"
+                lines += [f"{product} {acc}, {{a0, a1}}, {{e{part}}}, {acc};"]
+        return lines
 
     def load_scales(kind: str, index: int) -> list[str]:
         """A thread's eight of a group, as they are."""
@@ -130,10 +152,10 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
     def begin_group(index: int) -> list[str]:
         """Sums of x, times -16 or -24, and what the group is scaled by."""
         lines = [
-            f"ld.shared.v2.f32 {{c{2 * part}, c{2 * part + 1}}}, [sums + {index * group_sums + 32 * part}];"
+            f"ld.shared.v4.f32 {vector(numbers('c', part))}, [sums + {index * group_sums + 64 * part}];"
             for part in range(parts)
         ]
-        for kind in kinds:
+        for kind in ("scales",) if by_product else kinds:
             lines += load_scales(kind, index % per_half)
         return lines
 
@@ -143,13 +165,13 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         for r in range(4):
             for part in range(parts):
                 for i, total in enumerate(numbers("acc", r, part)):
-                    number = numbers("d", r, part)[i] if source == "d" else f"c{2 * part + i % 2}"
+                    number = numbers("d", r, part)[i] if source == "d" else f"c{4 * part + i}"
                     lines += [f"fma.rn.f32 {total}, {number}, f{2 * r + i // 2}, {total};"]
         return lines
 
     def end_group() -> list[str]:
         lines = [*spread("scales"), *add("d")]
-        if offsets:  # sums are those of x times -16
+        if offsets and not by_product:  # sums are those of x times -16
             lines += [*spread("offsets"), *(f"mul.f32 f{i}, f{i}, 0fBD800000;" for i in range(8)), *add("c")]
         return lines
 
@@ -169,34 +191,44 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
                 for part in range(parts):
                     d = numbers("d", r, part)
                     begins = s == 0 and column_chunk * 32 % group == 0
-                    before = [f"c{2 * part}", f"c{2 * part + 1}"] * 2 if begins else d
+                    before = numbers("c", part) if begins else d
                     lines += [mma(d, numbers("a", 0), numbers("b", column_chunk % 2, part)[2 * s : 2 * s + 2], before)]
         return lines
+
+    def copies_of_next(half: int) -> list[str]:
+        """By the warp: the slot that is free is filled again, if anything is left."""
+        return [
+            "setp.le.s32 p, left, 0;",
+            f"@p bra KEPT{half};",
+            "elect.sync _|p, -1;",
+            f"@!p bra KEPT{half};",
+            *(copies("free", "free_bar") if spare else copies("slot", "bar")),
+            f"KEPT{half}:",
+            *copied(half),
+            "add.s32 left, left, -1;",
+        ]
 
     def half(h: int) -> list[str]:
         lines = [
             f"WAIT{h}:",
             "mbarrier.try_wait.parity.shared.b64 p, [bar], phase;",
             f"@!p bra WAIT{h};",
+            *(copies_of_next(h) if spare else []),
             "add.u32 at, slot, lane_bytes;",
             *(f"ld.shared.v4.b32 {vector(numbers('w', i))}, [at + {512 * i}];" for i in range(4)),
             *(f"add.u32 my_{kind}, slot, {kind}_place;" for kind in kinds),
-            "bar.warp.sync -1;",  # here, all words are there: products of four fragments take turns
         ]
         for c in (2 * h, 2 * h + 1):
-            lines += load_x(c + 1)  # the last one's are not used
+            lines += load_x(c + 1)  # the last one's are not used: they lie between x and the slots, if steps are all
             lines += begin_group(c * 32 // group) if c * 32 % group == 0 else []
             lines += multiply(c)
             lines += end_group() if (c + 1) * 32 % group == 0 else []
+        lines += multiply_offsets(h) if by_product else []
         return [
             *lines,
             "bar.warp.sync -1;",  # the slot is read
-            "setp.gt.and.s32 p, left, 0, first_lane;",
-            f"@!p bra KEPT{h};",
-            *copies("slot", "bar"),
-            f"KEPT{h}:",
-            *copied(h),
-            "add.s32 left, left, -1;",
+            *([] if spare else copies_of_next(h)),
+            *(["mov.u32 free, slot;", "mov.u32 free_bar, bar;"] if spare else []),
             f"add.u32 slot, slot, {slot};",
             "add.u32 bar, bar, 8;",
             "setp.eq.u32 p, bar, bars_end;",
@@ -214,6 +246,20 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
                 lines += [f"@p ld.global.nc.v4.b32 {vector(numbers('y', c, part))}, [from + {64 * c}];"]
         return lines
 
+    def place_triples(part: int, index: int, sums: list[str]) -> list[str]:
+        """Two rows' sums of x of a group, exactly, where ``multiply_offsets`` reads them."""
+        lines = []
+        for i, number in enumerate(sums):
+            place = index // per_half * triples + 128 * part + 16 * i + 8 * (index % per_half)
+            lines += [f"mul.f32 f0, {number}, 0fBD800000;"]  # times -1/16
+            for digits in ("h0", "h1", "h2"):
+                lines += [f"cvt.rn.bf16.f32 {digits}, f0;", f"mov.b32 t, {{zero, {digits}}};"]
+                lines += ["mov.b32 f1, t;", "sub.f32 f0, f0, f1;"]
+            lines += ["mov.b32 e0, {h0, h1};", "mov.b32 e1, {h2, zero};", "mov.b32 t, 0;"]
+            words = "v2.b32 [into + {}], {{e0, e1}};" if per_half == 2 else "v4.b32 [into + {}], {{e0, e1, t, t}};"
+            lines += ["@p st.shared." + words.format(place)]
+        return lines
+
     def place_x() -> list[str]:
         """Into shared memory, with the sums of its groups, which are products with one number."""
         lines = [
@@ -222,6 +268,9 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
             f"mad.lo.u32 at, warp, {4 * chunk * parts}, x;",
             f"mad.lo.u32 to, warp, {step_groups * group_sums}, sums;",
         ]
+        if by_product:  # by the lane of a row and the one after it
+            lines += ["mov.b16 zero, 0;", "mov.u32 into, sum_triples;", "mad.lo.u32 into, lane, 32, into;"]
+            lines += [f"mad.lo.u32 into, warp, {2 * triples}, into;"]
         d = numbers("d", 0)
         for part in range(parts):
             for c in range(4):
@@ -232,7 +281,8 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
                 for c in range(g * group // 32, (g + 1) * group // 32):
                     loaded = numbers("y", c, part)
                     lines += [mma(d, ["factor"] * 4, loaded[2 * s : 2 * s + 2], d) for s in range(2)]
-                lines += [f"@p st.shared.v2.f32 [to + {g * group_sums + 32 * part}], {vector(d[:2])};"]
+                lines += [f"@p st.shared.v4.f32 [to + {g * group_sums + 64 * part}], {vector(d)};"]
+                lines += place_triples(part, g, d[:2]) if by_product else []
         return lines
 
     def turned_sums() -> list[str]:
@@ -254,74 +304,91 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         lanes = [f"shfl.sync.idx.b32 {part}, {part}, 0, 31, -1;" for part in ("at", "to")]
         return [f"mov.b64 {{at, to}}, {name};", *lanes, f"mov.b64 {name}, {{at, to}};"]
 
+    def begin(index: int) -> list[str]:
+        """The copies into a slot before the loop."""
+        return [
+            f"setp.gt.and.s32 p, left, {index}, first_lane;",
+            f"@!p bra BEGUN{index};",
+            f"add.u32 i, slot, {index * slot};",
+            f"add.u32 t, bar, {8 * index};",
+            *copies("i", "t"),
+            f"BEGUN{index}:",
+            *copied(index),
+        ]
+
     types = {"r": "u32", "l": "u64"}
     lines = [
-        f".shared .align 8 .b8 full[{TILES * SLOTS * 8}];",
+        f".shared .align 8 .b8 full[{WARPS * slots * 8}];",
         f".shared .align 16 .b8 group_sums[{steps * step_groups * group_sums}];",
-        ".reg .pred p, known, first_lane, in_quad;",
-        f".reg .f32 acc<{2 * rows}>, d<{2 * rows}>, c<{2 * parts}>, f<8>;",
-        f".reg .b32 a<4>, b<{8 * parts}>, w<16>, y<{16 * parts}>, s<8>, o<8>, t, i, at, to, factor, thread, turns;",
-        ".reg .b32 warp, lane, lane_bytes, slot, slots, bar, bars, bars_end, phase, left, x, sums;",
-        ".reg .b32 my_scales, my_offsets, scales_place, offsets_place;",
-        ".reg .b16 h<2>;",
-        ".reg .b64 words, scales, offsets, x0, x1, from;",
+        *([f".shared .align 16 .b8 sum_triples[{steps * 2 * triples}];"] if by_product else []),
+        ".reg .pred p, known, first_lane, in_quad, idle;",
+        f".reg .f32 acc<{2 * rows}>, d<{2 * rows}>, c<{4 * parts}>, f<8>;",
+        f".reg .b32 a<4>, b<{8 * parts}>, w<16>, y<{16 * parts}>, s<8>, o<8>, e<2>, t, i, at, to, into, factor;",
+        ".reg .b32 thread, turns, warp, lane, lane_bytes, slot, slots, bar, bars, bars_end, phase, left, x, sums;",
+        ".reg .b32 free, free_bar, triples, my_scales, my_offsets, scales_place, offsets_place, twice_place;",
+        ".reg .b16 h<3>, zero;",
+        ".reg .b64 once, words, scales, offsets, x0, x1, from;",
         *(f"mov.{types[kind]} {name}, ${2 * rows + i};" for i, (name, kind) in enumerate(INPUTS.items())),
+        "createpolicy.fractional.L2::evict_first.b64 once, 1.0;",
         "and.b32 lane, thread, 31;",
         "shr.u32 warp, thread, 5;",
         *(f"shfl.sync.idx.b32 {name}, {name}, 0, 31, -1;" for name in ("warp", "turns")),
         *(line for name in ("words", *kinds) for line in one_address(name)),
         "setp.eq.u32 first_lane, lane, 0;",
         "setp.lt.u32 in_quad, lane, 4;",
+        f"setp.ge.u32 idle, warp, {tiles};",
         "shl.b32 lane_bytes, lane, 4;",
         "shr.u32 t, lane, 2;",
         *(f"mul.lo.u32 {kind}_place, t, {8 * SCALES[dtype]};" for kind, dtype in kinds.items()),
         "mov.u32 x, global_smem;",
-        f"add.u32 slots, x, {steps * STEP * rows * 2};",
-        f"mad.lo.u32 slots, warp, {SLOTS * slot}, slots;",
+        f"add.u32 slots, x, {x_bytes};",
+        f"mad.lo.u32 slots, warp, {slots * slot}, slots;",
         "mov.u32 bars, full;",
-        f"mad.lo.u32 bars, warp, {SLOTS * 8}, bars;",
-        f"add.u32 bars_end, bars, {SLOTS * 8};",
+        f"mad.lo.u32 bars, warp, {slots * 8}, bars;",
+        f"add.u32 bars_end, bars, {slots * 8};",
         "mov.u32 slot, slots;",
         "mov.u32 bar, bars;",
         "mov.u32 phase, 0;",
         "shl.b32 left, turns, 1;",
+        "@idle mov.u32 left, 0;",
         "@!first_lane bra READY;",
-        *(f"mbarrier.init.shared.b64 [bar + {8 * i}], 1;" for i in range(SLOTS)),
+        *(f"mbarrier.init.shared.b64 [bar + {8 * i}], 1;" for i in range(slots)),
         "fence.proxy.async.shared::cta;",
         "READY:",
-        *fetch_x(),  # before the weights, which the memory has enough to do with
-    ]
-    for i in range(SLOTS):
-        lines += [
-            f"setp.gt.and.s32 p, left, {i}, first_lane;",
-            f"@!p bra FULL{i};",
-            f"add.u32 i, slot, {i * slot};",
-            f"add.u32 t, bar, {8 * i};",
-            *copies("i", "t"),
-            f"FULL{i}:",
-            *copied(i),
-        ]
-    lines += [
-        f"add.s32 left, left, {-SLOTS};",
+        *fetch_x(),  # before the weights, which the memory has enough to do with, and before all but one slot of them
+        *begin(0),
         f"mov.b32 factor, {'0xC180C180' if offsets else '0xC1C0C1C0'};",  # bfloat16 -16, -24
         "and.b32 at, lane, 3;",
         "add.u32 x, x, lane_bytes;",
         "mov.u32 sums, group_sums;",
-        "mad.lo.u32 sums, at, 8, sums;",
+        "mad.lo.u32 sums, at, 16, sums;",
         "bar.warp.sync -1;",
         *place_x(),
+        *(line for index in range(1, SLOTS) for line in begin(index)),
+        f"add.s32 left, left, {-SLOTS};",
+        f"add.u32 free, slot, {SLOTS * slot};",
+        f"add.u32 free_bar, bar, {SLOTS * 8};",
         "bar.sync 0;",
         *(f"mov.f32 acc{i}, 0f00000000;" for i in range(2 * rows)),
+        "@idle bra DONE;",
+    ]
+    if by_product:  # offsets of a thread's two columns of a slot's step: of one group
+        lines += ["mov.u32 triples, sum_triples;", "mad.lo.u32 triples, lane, 4, triples;"]
+        lines += [f"and.b32 t, lane, {2 * (per_half - 1)};", f"mad.lo.u32 t, t, {TILE}, {places['offsets']};"]
+        lines += ["add.u32 twice_place, t, offsets_place;"]
+    lines += [
         *load_x(0),
         "TURN:",
         *half(0),
         *half(1),
         f"add.u32 x, x, {4 * chunk * parts};",
         f"add.u32 sums, sums, {step_groups * group_sums};",
+        *([f"add.u32 triples, triples, {2 * triples};"] if by_product else []),
         "add.s32 turns, turns, -1;",
         "setp.gt.s32 p, turns, 0;",
         "@p bra TURN;",
         *turned_sums(),
+        "DONE:",
         *(f"mov.f32 ${i}, acc{i};" for i in range(2 * rows)),
     ]
     # in one line, as compilers of programs that embed kernels want it: see wgmma_sdpa
@@ -329,17 +396,18 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
 
 
 # numbers above, as a Triton kernel can read them
-_TILE, _TILES, _STEP = tl.constexpr(TILE), tl.constexpr(TILES), tl.constexpr(STEP)
+_TILE, _WARPS, _STEP = tl.constexpr(TILE), tl.constexpr(WARPS), tl.constexpr(STEP)
 
 
 @triton.jit(do_not_specialize=["M"])
 def mma_kernel(
     x_ptr, words_ptr, scales_ptr, offsets_ptr, out_ptr, M,
-    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    ASSEMBLY: tl.constexpr, CONSTRAINTS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, SPLITS: tl.constexpr, ASSEMBLY: tl.constexpr, CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
-    """As ``fragment_kernel`` with 16 tiles a program: ``out`` of ``[S, M, N]``. Rows of x lie where 16 bytes can be
-    loaded. ``ASSEMBLY`` is ``assembly`` for ``ROWS`` and the steps of a split, and no split is without a step.
+    """As ``fragment_kernel`` with ``TILES`` that lie together a program: ``out`` of ``[S, M, N]``. Rows of x lie where
+    16 bytes can be loaded. ``ASSEMBLY`` is ``assembly`` for ``ROWS``, ``TILES`` and the steps of a split, and no split
+    is without a step.
     """
     ALL_STEPS: tl.constexpr = K // _STEP
     STEPS: tl.constexpr = (ALL_STEPS + SPLITS - 1) // SPLITS
@@ -352,14 +420,14 @@ def mma_kernel(
         a = tl.load(x_ptr + tl.arange(0, 64)[:, None] * 512 + d[None, :])
         b = tl.load(x_ptr + tl.arange(0, 128)[:, None] * 512 + d[None, :])
         tl.store(out_ptr + tl.arange(0, 64)[:, None] * 128 + tl.arange(0, 128)[None, :], tl.dot(a, b.T))
-    thread = tl.arange(0, 32 * _TILES)
+    thread = tl.arange(0, 32 * _WARPS)
     zero = thread * 0
     warp = thread // 32
     step = split * STEPS
     program = tl.program_id(0).to(tl.int64)
-    words = words_ptr + (program * (K * 8) + step * 1024) * _TILES + warp * 512
+    words = words_ptr + (program * (K * 8) + step * 1024) * TILES + warp * 512
     GROUPS_AT_ONCE: tl.constexpr = max(1, 64 // GROUP)
-    first = (program * (K // GROUP) + step * _STEP // GROUP) * (_TILES * _TILE) + warp * (GROUPS_AT_ONCE * _TILE)
+    first = (program * (K // GROUP) + step * _STEP // GROUP) * (TILES * _TILE) + warp * (GROUPS_AT_ONCE * _TILE)
     column = step * _STEP + thread % 4 * 8
     row = thread % 32 // 4
     x0 = x_ptr + tl.minimum(row, M - 1) * K + column  # what is no row of the call is a row twice
@@ -377,8 +445,8 @@ def mma_kernel(
         is_pure=True,
         pack=1,
     )  # fmt: skip
-    n = (tl.program_id(0) * _TILES + warp) * _TILE + thread % 32 * 2
+    n = (tl.program_id(0) * TILES + warp) * _TILE + thread % 32 * 2
     n = n[:, None] + tl.arange(0, 2)[None, :]
     out_ptr += split * (M * N)
     for m in tl.static_range(ROWS):
-        tl.store(out_ptr + m * N + n, tl.join(made[2 * m], made[2 * m + 1]), mask=(m < M) & (n < N))
+        tl.store(out_ptr + m * N + n, tl.join(made[2 * m], made[2 * m + 1]), mask=(m < M) & (warp < TILES)[:, None])

@@ -21,10 +21,10 @@ from eyas.kernels.mma_linear import assembly, constraints, mma_kernel as kernel
 n, k, group, scales, offsets, rows = json.loads(sys.argv[1])
 pointers = dict(x_ptr="*bf16", words_ptr="*i32", scales_ptr="*" + scales, offsets_ptr="*" + (offsets or scales))
 pointers["out_ptr"] = "*fp32"
-splits = plan(n, k, group).splits
+tiles, splits = plan(n, k, group).tiles, plan(n, k, group).splits
 steps = -(-k // (128 * splits))
-values = dict(N=n, K=k, GROUP=group, ROWS=rows, SPLITS=splits, CONSTRAINTS=constraints(rows),
-              ASSEMBLY=assembly(rows, group, scales, offsets, steps))
+values = dict(N=n, K=k, GROUP=group, ROWS=rows, TILES=tiles, SPLITS=splits, CONSTRAINTS=constraints(rows),
+              ASSEMBLY=assembly(rows, group, scales, offsets, steps, tiles))
 names = kernel.arg_names
 done = compile(
     ASTSource(kernel, {**pointers, "M": "i32", **dict.fromkeys(values, "constexpr")},
@@ -37,6 +37,8 @@ CASES = [
     (43008, 5376, 128, "bf16", None, 8),
     (43008, 5376, 128, "bf16", None, 16),
     (43008, 5376, 32, "bf16", "bf16", 8),
+    (5376, 21504, 32, "bf16", "bf16", 16),
+    (5376, 8192, 64, "bf16", "bf16", 16),
     (43008, 5376, 32, "fp32", "fp32", 16),
     (18432, 5376, 64, "fp16", "fp32", 16),
 ]
@@ -65,18 +67,22 @@ def test_sixteen_warps_fit_a_multiprocessor(case, tmp_path):
 @pytest.mark.parametrize("offsets", [None, *mma_linear.SCALES])
 def test_shared_memory_has_room(group, scales, offsets):
     """For the longest split that is taken: x, slots, and sums of a warp in its slots."""
-    steps = mma_linear.MOST_STEPS
-    code = mma_linear.assembly(16, group, scales, offsets, steps)
-    slot = int(re.search(r"expect_tx.shared.b64 _, \[bar\], (\d+);", code).group(1))
     bytes_each = mma_linear.SCALES[scales] + (mma_linear.SCALES[offsets] if offsets else 0)
-    assert slot == 2048 + max(1, 64 // group) * 64 * bytes_each and slot % 128 == 0
-    copied = re.search(r"bra KEPT0;(.*?)KEPT0:", code).group(1)
-    assert sum(map(int, re.findall(r"\], \[\w+\], (\d+), \[bar\]", copied))) == slot, "what is waited for is copied"
-    x = int(re.search(r"add.u32 slots, x, (\d+);", code).group(1))
-    assert x == steps * 128 * 16 * 2 and x + 16 * 2 * slot <= mma_linear.SHARED_BYTES
-    assert 2 * slot >= 16 * mma_linear.PITCH * 4
-    held = sum(map(int, re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", code)))
-    assert mma_linear.SHARED_BYTES + held <= 227 << 10
+    for rows, steps in ((8, mma_linear.MOST_STEPS), (16, mma_linear.MOST_STEPS), (16, 8)):
+        code = mma_linear.assembly(rows, group, scales, offsets, steps)
+        slot = int(re.search(r"expect_tx.shared.b64 _, \[\w+\], (\d+);", code).group(1))
+        assert slot == 2048 + max(1, 64 // group) * 64 * bytes_each and slot % 128 == 0
+        copied = re.search(r"bra KEPT0; mbarrier(.*?)KEPT0:", code).group(1)
+        assert sum(map(int, re.findall(r"\], \[\w+\], (\d+), \[\w+\], once", copied))) == slot, "waited for, copied"
+        slots = int(re.search(r"mad.lo.u32 slots, warp, (\d+), slots;", code).group(1)) // slot
+        assert slots == len(re.findall("mbarrier.init", code))
+        x = int(re.search(r"add.u32 slots, x, (\d+);", code).group(1))
+        assert slots == (3 if rows == 16 and x + 16 * 3 * slot <= mma_linear.SHARED_BYTES else 2)
+        most_read = max(int(place) for place in re.findall(r"\[x \+ (\d+)\]", code.split("TURN:")[1]))
+        assert x == (steps - 1) * 128 * rows * 2 + most_read + 512
+        assert x + 16 * slots * slot <= mma_linear.SHARED_BYTES and slots * slot >= rows * mma_linear.PITCH * 4
+        held = sum(map(int, re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", code)))
+        assert mma_linear.SHARED_BYTES + held <= 227 << 10
 
 
 def test_scales_and_offsets_have_types_of_their_own():
@@ -88,16 +94,20 @@ def test_scales_and_offsets_have_types_of_their_own():
 
 
 def test_what_has_no_assembly():
-    with pytest.raises(ValueError, match="groups of 256 and 4 steps a split have no kernel here; allowed: 32, 64, 128"):
+    with pytest.raises(
+        ValueError, match="groups of 256, 4 steps a split and 16 tiles have no kernel here; allowed: 32"
+    ):
         mma_linear.assembly(8, 256, "bf16", None, 4)
-    with pytest.raises(ValueError, match="groups of 32 and 17 steps a split have no kernel here"):
+    with pytest.raises(ValueError, match="groups of 32, 17 steps a split and 16 tiles have no kernel here"):
         mma_linear.assembly(8, 32, "bf16", None, 17)
+    with pytest.raises(ValueError, match=r"4 steps a split and 17 tiles .* up to 16, up to 16$"):
+        mma_linear.assembly(8, 32, "bf16", None, 4, 17)
 
 
 def test_splits():
     """As few as leave the fewest steps a split, all with some, for programs that fill the card once."""
     assert fragment_linear.mma_splits(42, 42) == 3 and fragment_linear.mma_splits(16, 42) == 7
-    for programs in range(16, 133):
+    for programs in range(6, 133):
         for steps in range(1, 60):
             splits = fragment_linear.mma_splits(programs, steps)
             each = -(-steps // splits)

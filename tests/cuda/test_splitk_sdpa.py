@@ -225,13 +225,15 @@ def test_a_graph_replays_at_every_length():
 
 
 @gpu
-def test_a_hundred_thousand_rows():
+@pytest.mark.parametrize(
+    "problem", [Problem(4, 1, 256, 0, 4095, 16, 4096), Problem(32, 4, 512, 0, 4095, 16, 4096)], ids=str
+)
+def test_a_hundred_thousand_rows(problem):
     """Of many positions, in calls of 16 and of 7."""
-    problem = Problem(4, 1, 256, 0, 4095, 16, 4096)
     _, k, v = problem.history()
     caches = problem.cache(k), problem.cache(v)
     options = {"generator": torch.Generator(DEVICE).manual_seed(3), "device": DEVICE}
-    q = torch.randn(1, 4, 100_000, 256, **options).bfloat16()
+    q = torch.randn(1, problem.heads, 100_000, problem.width, **options).bfloat16()
     positions = torch.randint(0, 4096, (100_000,), **options)
     made = [
         torch.cat([launch(a, *caches, p, 0.1) for a, p in zip(q.split(n, 2), positions.split(n))], 2) for n in (16, 7)
