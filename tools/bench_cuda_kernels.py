@@ -105,10 +105,11 @@ def product_us(launch: Callable[..., Tensor], x: Tensor, weights: list[tuple]) -
 
 
 def bench_int4(rows: list[int], rate: float, console: Console, others: bool) -> tuple[list[dict], dict]:
-    figures, spent = [], {}
+    figures, shares = [], {}
     names = ("cuBLAS bf16", "_weight_int4pack_mm", "executorch int4")
     peer = executorch_kernels("int4_matmul") if others else None
     for group, offsets in RECIPES:
+        spent: dict[int, list[float]] = {}
         table = Table(title=f"int4 products, µs, groups of {group}{', zero points' if offsets else ''}")
         for column in ("out x in", "rows", "floor", "eyas", "of the copy rate", "with the sum", *names):
             table.add_column(column, justify="right")
@@ -127,7 +128,7 @@ def bench_int4(rows: list[int], rate: float, console: Console, others: bool) -> 
                 figures.append({"out": n, "in": k, "group": group, "zero_points": offsets, "rows": m, "us": own,
                                 "us_with_sum": added, "floor_us": floor, **theirs})  # fmt: skip
                 if (n, k) in GEMMA4 and m <= 16:
-                    total = spent.setdefault((group, m), [0.0, 0.0, 0.0])
+                    total = spent.setdefault(m, [0.0, 0.0, 0.0])
                     for i, us in enumerate((floor, own, added)):
                         total[i] += us * GEMMA4[n, k]
                 shown = [f"{theirs[name]:.1f}" if theirs.get(name) else "" for name in names]
@@ -135,13 +136,12 @@ def bench_int4(rows: list[int], rate: float, console: Console, others: bool) -> 
                 table.add_row(*cells)
                 print(*cells, file=sys.stderr, flush=True)  # a run that is cut short shows what it has
         console.print(table)
-    shares = {
-        f"group {group}, {m} rows": (floor / own, floor / added) for (group, m), (floor, own, added) in spent.items()
-    }
-    for name, (alone, added) in shares.items():
-        console.print(
-            f"Gemma 4 31B, all projections of a step, {name}: {alone:.1%} of the copy rate, {added:.1%} with the sums"
-        )
+        for m, (floor, own, added) in spent.items():
+            alone, with_sums = shares[f"group {group}, {m} rows"] = floor / own, floor / added
+            console.print(
+                f"Gemma 4 31B, all projections of a step, group {group}, {m} rows: {alone:.1%} of the copy rate, "
+                f"{with_sums:.1%} with the sums"
+            )
     return figures, shares
 
 
