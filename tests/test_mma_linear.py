@@ -1,4 +1,4 @@
-"""The assembly of ``mma_linear``, without a GPU; what it computes is tested on one, in ``tests/cuda``."""
+"""The assembly of ``mma_linear`` as a compiler takes it; what it computes is tested in ``tests/cuda``."""
 
 import json
 import re

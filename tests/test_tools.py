@@ -88,6 +88,8 @@ def test_greedy_decoding_has_no_rounds_to_report(tiny, tool, greedy):
     code, out, err = tool(run, tiny.path, "--prompt", "t5", "--greedy", "--max-new-tokens", 6, "--stop-ids", "")
     assert (code, out) == (0, greedy("t5", 6)[1])
     assert "greedy: 6 new tokens after a prompt of 2" in err and "tau" not in err and "speculative" not in err
+    code, out, err = tool(run, tiny.path, "--prompt", "t5", "--greedy", "--chain", 2)
+    assert (code, out) == (2, "") and "--greedy has no proposals; --compare-greedy runs both" in one_line(err)
 
 
 def test_accepted_proposals_are_counted(tiny, tool, greedy, monkeypatch, tmp_path):

@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list_targets:
         from eyas.models.target import TARGETS
 
-        print("\n".join(f"{spec.name:14} {spec.summary}" for spec in TARGETS.values()))
+        width = max(map(len, TARGETS))
+        print("\n".join(f"{name:{width}} {spec.summary}" for name, spec in TARGETS.items()))
         return 0
     if args.list_passes:
         from eyas.passes.registry import find_pass, pass_names

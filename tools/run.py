@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     if args.raw_prompt and args.chat is not None:
         raise ValueError("--raw-prompt goes with --prompt or --prompt-file; --chat uses the artifact's template")
+    if args.greedy and args.chain is not None and not args.compare_greedy:
+        raise ValueError("--chain is for speculative decoding, --greedy has no proposals; --compare-greedy runs both")
     check_writable(args.stats_json)
     start = time.perf_counter()
     from eyas.runtime.artifact import Artifact
