@@ -1,5 +1,5 @@
 """Runs the assembly of a Triton kernel on the cpu, within Triton's interpreter: the instructions that ``mma_linear``
-has, for what the threads of a program do with one another.
+and ``wgmma_sdpa`` have, for what the threads of a program do with one another.
 
 Threads of a warp go on together where they are at the same instruction, those that are behind first. A warp goes on
 until it has to wait for others. What is asynchronous lands as late as it may, and its place holds NaNs until then, as
@@ -27,8 +27,9 @@ WARP = 32
 DYNAMIC = 1024  # where ``global_smem`` is; nothing is below
 SHARED_BYTES = 227 << 10
 TYPES = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "f32": np.uint32, "b64": np.uint64}
-ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "and": np.bitwise_and,
-              "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}  # fmt: skip
+ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.fmax,
+              "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": np.left_shift,
+              "shr": np.right_shift}  # fmt: skip
 NUMPY = {"fp32": np.float32, "int32": np.int32}
 COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
                "ge": np.greater_equal}  # fmt: skip
@@ -130,7 +131,8 @@ class Block:
         self.barriers: dict[int, Barrier] = {}
         self.done = 0  # instructions that are not part of waiting
         self.results = [np.zeros(len(operands[0]), np.uint32) for _ in range(results)]
-        self.operands = [operand.astype(np.uint64) for operand in operands]
+        bits = (operand.view(np.uint32) if operand.dtype == np.float32 else operand for operand in operands)
+        self.operands = [operand.astype(np.uint64) for operand in bits]
 
     def run(self) -> list[np.ndarray]:
         """The results' bits."""
@@ -163,7 +165,7 @@ class Block:
         lanes = slice(number * WARP, number * WARP + WARP)
         inputs = {f"${len(self.results) + i}": operand[lanes] for i, operand in enumerate(self.operands)}
         outputs = {f"${i}": result[lanes] for i, result in enumerate(self.results)}
-        state = Warp(self, inputs | outputs)
+        state = Warp(self, number, inputs | outputs)
         pc = np.zeros(WARP, int)
         end = len(self.program.instructions)
         while (at := pc.min()) < end:
@@ -187,13 +189,14 @@ class Block:
 class Warp:
     """The registers of a warp and what instructions do to them."""
 
-    def __init__(self, block: Block, operands: dict[str, np.ndarray]):
+    def __init__(self, block: Block, number: int, operands: dict[str, np.ndarray]):
         rubbish = {
             name: np.frombuffer(b"\xff" * (WARP * kind(0).nbytes), kind).copy()
             for name, kind in block.program.registers.items()
         }
-        self.block, self.registers = block, operands | rubbish
+        self.block, self.number, self.registers = block, number, operands | rubbish
         self.written = defaultdict(lambda: np.zeros(WARP, bool))
+        self.groups: list[list[tuple[int, bytes]]] = [[]]  # of copies that are not waited for by a barrier
 
     # Operands
 
@@ -321,14 +324,24 @@ class Warp:
         self.write(operands[0], value, active)
 
     def do_cvt(self, name, operands, active):
-        if name.endswith(".bf16.f32"):
-            bits = self.numbers(operands[1], active, "u32").astype(np.uint64)
-            value = (bits + np.uint64(0x7FFF) + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
-            nan = np.isnan(bits.astype(np.uint32).view(np.float32))
-            self.write(operands[0], np.where(nan, np.uint64(0x7FFF), value), active)
-        else:
+        if name.endswith(".bf16x2.f32"):  # the first is the upper half
+            upper, lower = (rounded(self.numbers(operand, active, "u32")) for operand in operands[1:])
+            self.write(operands[0], upper << np.uint64(16) | lower, active)
+        elif name.endswith(".bf16.f32"):
+            self.write(operands[0], rounded(self.numbers(operands[1], active, "u32")), active)
+        elif name.endswith(".f32.f16"):
             value = self.numbers(operands[1], active, "u16").view(np.float16)
             self.write(operands[0], value.astype(np.float32), active)
+        else:
+            self.write(operands[0], self.numbers(operands[1], active, "u32"), active)
+
+    def do_ex2(self, name, operands, active):
+        self.write(operands[0], np.exp2(self.numbers(operands[1], active, "f32")), active)
+
+    def do_selp(self, name, operands, active):
+        kind = name.split(".")[-1].replace("s", "u")
+        first, second = (self.numbers(operand, active, kind) for operand in operands[1:3])
+        self.write(operands[0], np.where(self.read(operands[3], active), first, second), active)
 
     # Shared and global memory
 
@@ -356,8 +369,29 @@ class Warp:
             self.block.shared[place : place + size] = np.ascontiguousarray(values[lane]).view(np.uint8)
 
     def do_cp(self, name, operands, active):
-        if "bulk" not in name:
-            raise Fault(f"{name} is not known here")
+        if "bulk" in name:
+            self.copy_in_bulk(operands, active)
+        elif "commit_group" in name:
+            self.groups.append([])
+        elif "wait" in name:
+            left = int(operands[0]) + 1 if "wait_group" in name else 0
+            while len(self.groups) > left:
+                self.land(self.groups.pop(0))
+            self.groups = self.groups or [[]]
+        else:
+            to, source = (self.address(operand, active) for operand in operands[:2])
+            known = self.read(operands[3], active) if len(operands) > 3 else np.full(WARP, 16)
+            for lane in np.flatnonzero(active):
+                place, bytes_known = self.place(int(to[lane]), 16), int(known[lane])
+                data = self.block.loaded(int(source[lane]), 16) if bytes_known else b""
+                self.block.shared[place : place + 16] = 0xFF
+                self.groups[-1].append((place, data[:bytes_known].ljust(16, b"\0")))
+
+    def land(self, copies: list[tuple[int, bytes]]) -> None:
+        for to, data in copies:
+            self.block.shared[to : to + len(data)] = np.frombuffer(data, np.uint8)
+
+    def copy_in_bulk(self, operands, active):
         (lane,) = np.flatnonzero(active)
         to, source, barrier = (int(self.address(operands[i], active)[lane]) for i in (0, 1, 3))
         size = int(self.read(operands[2], active)[lane])
@@ -394,11 +428,10 @@ class Warp:
             barrier = barriers[at.pop()]
             asked, barrier.asked = barrier.asked, barrier.phase == min(parity)
             if barrier.asked and asked:
-                for to, data in barrier.copies:
-                    self.block.shared[to : to + len(data)] = np.frombuffer(data, np.uint8)
-                    barrier.bytes -= len(data)
-                    barrier.settle()
+                self.land(barrier.copies)
+                barrier.bytes -= sum(len(data) for _, data in barrier.copies)
                 barrier.copies = []
+                barrier.settle()
             there = barrier.phase != min(parity)
             self.write(operands[0], np.full(WARP, there), active)
             if asked and not there:
@@ -418,35 +451,88 @@ class Warp:
         self.write(operands[0].split("|")[1], first, active)
 
     def do_shfl(self, name, operands, active):
-        value = self.read(operands[1], active)
-        self.write(operands[0], np.full(WARP, value[int(operands[2])], value.dtype), active)
+        value, lanes = self.read(operands[1], active), np.arange(WARP)
+        source = lanes ^ int(operands[2]) if ".bfly" in name else np.full(WARP, int(operands[2]))
+        self.write(operands[0], value[source], active)
+
+    def do_vote(self, name, operands, active):
+        self.write(operands[0], np.full(WARP, self.read(operands[1], active)[active].any()), active)
 
     def do_mma(self, name, operands, active):
-        if not active.all():
-            raise Fault("a product of fragments without all threads of a warp")
         k = int(re.search(r"m16n8k(\d+)", name).group(1))
-        group, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
-        a, b = np.zeros((16, k)), np.zeros((k, 8))
-        for i, part in enumerate(self.names(operands[1])):
-            for half, value in enumerate(self.halves(part, active)):
-                a[group + 8 * (i % 2), pair + half + 8 * (i // 2)] = value
+        pair = np.arange(WARP) % 4 * 2
+        b = np.zeros((k, 8))
         for i, part in enumerate(self.names(operands[2])):
             for half, value in enumerate(self.halves(part, active)):
-                b[pair + half + 8 * i, group] = value
-        made = []
+                b[pair + half + 8 * i, np.arange(WARP) // 4] = value
+        a = self.fragment(self.names(operands[1]), k, active)
+        self.write_products(operands[0], a, b, self.names(operands[3]), active)
+
+    def do_wgmma(self, name, operands, active):
+        """As a warp's own product: it has 16 of the 64 rows."""
+        if "mma_async" not in name:
+            return
+        n, turned = int(re.search(r"m64n(\d+)k16", name).group(1)), operands[-1] == "1"
+        b = self.described(operands[2], n, 16, turned, active).T
+        if operands[1].startswith("{"):
+            a = self.fragment(self.names(operands[1]), 16, active)
+        else:
+            rows = self.number % 4 * 16
+            a = self.described(operands[1], 64, 16, operands[-2] == "1", active)[rows : rows + 16]
+        adds = self.read(operands[3], active)[0]
+        before = self.names(operands[0]) if adds else ["0f00000000"] * len(self.names(operands[0]))
+        self.write_products(operands[0], a, b, before, active)
+
+    def fragment(self, names: list[str], k: int, active: np.ndarray) -> np.ndarray:
+        """16 rows and ``k`` columns that lie in registers."""
+        a = np.zeros((16, k))
+        for i, part in enumerate(names):
+            for half, value in enumerate(self.halves(part, active)):
+                a[np.arange(WARP) // 4 + 8 * (i % 2), np.arange(WARP) % 4 * 2 + half + 8 * (i // 2)] = value
+        return a
+
+    def described(self, name: str, rows: int, k: int, turned: bool, active: np.ndarray) -> np.ndarray:
+        """``[rows, k]`` of shared memory, by a descriptor of the swizzle of 128 bytes; ``turned``: where ``rows``
+        follow one another in memory.
+        """
+        descriptor = int(self.read(name, active)[0])
+        if descriptor >> 62 != 1:
+            raise Fault(f"the descriptor {descriptor:#x} is not of the swizzle of 128 bytes")
+        start, leading, stride = (16 * (descriptor >> at & 0x3FFF) for at in (0, 16, 32))
+        row, column = np.arange(rows)[:, None], np.arange(k)[None, :]
+        if turned:
+            at = row // 64 * leading + column // 8 * stride + column % 8 * 128 + row % 64 * 2
+        else:
+            at = row // 8 * stride + row % 8 * 128 + column * 2
+        at = start + at
+        at ^= (at >> 7 & 7) << 4
+        self.place(int(at.min()) & ~1, 2), self.place(int(at.max()) & ~1, 2)
+        return (self.block.shared.view(np.uint16)[at // 2].astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    def write_products(self, to: str, a: np.ndarray, b: np.ndarray, before: list[str], active: np.ndarray) -> None:
+        """16 rows of ``a @ b`` and what they begin at: four registers for every eight columns."""
+        if not active.all():
+            raise Fault("a product of fragments without all threads of a warp")
+        group, pair, made = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2, []
         with np.errstate(over="ignore", invalid="ignore"):
-            product = a @ b if np.isfinite(b).all() else np.stack([(a * column).sum(1) for column in b.T], 1)
-            for i, (to, start) in enumerate(zip(self.names(operands[0]), self.names(operands[3]))):
-                before = self.numbers(start, active, "f32").astype(np.float64)
-                value = before + product[group + 8 * (i // 2), pair + i % 2]
-                made.append((to, value.astype(np.float32)))
-        for to, value in made:  # which may be where the product began
-            self.write(to, value, active)
+            product = np.matmul(a.astype(np.float64), b)
+            for i, start in enumerate(before):
+                part = product[group + 8 * (i // 2 % 2), i // 4 * 8 + pair + i % 2]
+                made.append((self.numbers(start, active, "f32") + part).astype(np.float32))
+        for register, value in zip(self.names(to), made):  # which may be where the product began
+            self.write(register, value, active)
 
     def halves(self, name: str, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The two bfloat16 numbers of a register."""
         bits = self.numbers(name, active, "u32")
         return (bits << np.uint32(16)).view(np.float32), (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def rounded(bits: np.ndarray) -> np.ndarray:
+    """float32 numbers to bfloat16, the nearest and of two the even one, by their bits."""
+    wide = bits.astype(np.uint64)
+    near = (wide + np.uint64(0x7FFF) + (wide >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
+    return np.where(np.isnan(bits.view(np.float32)), np.uint64(0x7FFF), near)
 
 
 @contextmanager
