@@ -38,7 +38,7 @@ lint: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --confcutdir tests/cuda tests/cuda
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --confcutdir tests/cuda tests/cuda
 
 test-gpu:
 	$(PYTHON) -m pytest --confcutdir tests/cuda --durations 5 tests/cuda
