@@ -37,8 +37,10 @@ GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 16  # rows of x: what two fragments of the tensor core take
 UNIT_WEIGHTS = 1024  # weights of a unit: 32 threads x 4 words x 8
 TILE = mma_linear.TILE  # outputs of a tile: what a warp has registers for
-LEAST_TOGETHER, LEAST_PROGRAMS = 12, 6  # tiles of a program of ``mma_linear``, programs of a weight
-EVEN = 0.75  # of what the multiprocessors could do while the one with most to do is at it
+# Of a program of ``mma_linear``: tiles, a warp each, and steps of a split, fewer of which leave nothing to overlap.
+LEAST_TOGETHER, LEAST_STEPS = 12, 2
+LEAST_PROGRAMS = 6  # of a weight: fewer would have more than 22 splits, whose sums are stored and read again
+EVEN = 0.75  # of what the multiprocessors could do while the one with most to do is at it, without idle warps
 SCALE_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ASM = not triton.knobs.runtime.interpret  # the interpreter knows no assembly, and has no bfloat16 products
 wrap = torch.library.wrap_triton if ASM else lambda kernel: kernel
@@ -81,7 +83,7 @@ def program_tiles(out_features: int, in_features: int, group_size: int) -> int:
         if rest or not LEAST_PROGRAMS <= programs <= MULTIPROCESSORS:
             continue
         each = -(-steps // mma_splits(programs, steps))  # steps of a split
-        if each <= mma_linear.MOST_STEPS and tiles * steps >= EVEN * MULTIPROCESSORS * together * each:
+        if LEAST_STEPS <= each <= mma_linear.MOST_STEPS and tiles * steps >= EVEN * MULTIPROCESSORS * together * each:
             found[together] = together * each
     return min(found, key=lambda together: (found[together], -together), default=1)
 

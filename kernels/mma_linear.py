@@ -22,7 +22,7 @@ import triton.language as tl
 TILE, WARPS = 64, 16  # outputs of a warp; warps of a program, of which some may have no tile
 MOST_STEPS = WARPS  # of a split: a warp brings one of x
 STEP, HALF = 128, 64  # columns of a turn of the loop; of a slot
-SLOTS = 2  # of a warp: what it waits for at a time
+SLOTS = 2  # of a warp, on their way at a time; even, as the two halves of a step take turns at them
 WORD_BYTES = TILE * HALF // 2  # of a slot
 PITCH = 68  # numbers of a row of sums in shared memory: what keeps banks apart
 SHARED_BYTES = (64 + 128) * 512 * 2  # of operands of the product that allocates them
@@ -49,7 +49,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
     """The sums of a warp's tile, ``2 * rows`` a thread: of row j, results 2 j and 2 j + 1 are those of outputs
     ``2 * lane`` and the one after it; of a warp without a tile, anything. ``rows`` 8 or 16 of x; ``group_size`` one of
     ``GROUP_SIZES``; ``scales`` and, with zero points, ``offsets`` each one of ``SCALES``; up to ``steps`` a split, at
-    most ``MOST_STEPS``; ``tiles`` at most ``WARPS``. Raises ``ValueError`` for others.
+    most ``MOST_STEPS``; ``tiles`` at most ``WARPS``. Raises ``ValueError`` for other groups, steps and tiles.
     """
     if group_size not in GROUP_SIZES or steps > MOST_STEPS or tiles > WARPS:
         allowed = f"{', '.join(map(str, GROUP_SIZES))}, up to {MOST_STEPS}, up to {WARPS}"
@@ -116,7 +116,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         """A slot's offsets times the sums of x of their groups: a step of eight columns of the tensor core, of which a
         group has four, its sum in three bfloat16 and nothing.
         """
-        lines = ["add.u32 at, slot, twice_place;", f"ld.shared.v4.b32 {vector(f'o{i}' for i in range(4))}, [at];"]
+        lines = ["add.u32 at, slot, offset_pairs;", f"ld.shared.v4.b32 {vector(f'o{i}' for i in range(4))}, [at];"]
         lines += [f"ld.shared.b32 e{part}, [triples + {half * triples + 128 * part}];" for part in range(parts)]
         for r in range(4):
             lines += [f"prmt.b32 a0, o{r}, o{r}, 0x1010;", f"prmt.b32 a1, o{r}, o{r}, 0x3232;"]
@@ -247,7 +247,9 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         return lines
 
     def place_triples(part: int, index: int, sums: list[str]) -> list[str]:
-        """Two rows' sums of x of a group, exactly, where ``multiply_offsets`` reads them."""
+        """Two rows' sums of x of a group where ``multiply_offsets`` reads them: exactly, down to 2**-110, where the
+        last of three bfloat16 gets too small.
+        """
         lines = []
         for i, number in enumerate(sums):
             place = index // per_half * triples + 128 * part + 16 * i + 8 * (index % per_half)
@@ -313,7 +315,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
             f"add.u32 t, bar, {8 * index};",
             *copies("i", "t"),
             f"BEGUN{index}:",
-            *copied(index),
+            *copied(index % 2),
         ]
 
     types = {"r": "u32", "l": "u64"}
@@ -325,7 +327,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         f".reg .f32 acc<{2 * rows}>, d<{2 * rows}>, c<{4 * parts}>, f<8>;",
         f".reg .b32 a<4>, b<{8 * parts}>, w<16>, y<{16 * parts}>, s<8>, o<8>, e<2>, t, i, at, to, into, factor;",
         ".reg .b32 thread, turns, warp, lane, lane_bytes, slot, slots, bar, bars, bars_end, phase, left, x, sums;",
-        ".reg .b32 free, free_bar, triples, my_scales, my_offsets, scales_place, offsets_place, twice_place;",
+        ".reg .b32 free, free_bar, triples, my_scales, my_offsets, scales_place, offsets_place, offset_pairs;",
         ".reg .b16 h<3>, zero;",
         ".reg .b64 once, words, scales, offsets, x0, x1, from;",
         *(f"mov.{types[kind]} {name}, ${2 * rows + i};" for i, (name, kind) in enumerate(INPUTS.items())),
@@ -355,7 +357,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         *(f"mbarrier.init.shared.b64 [bar + {8 * i}], 1;" for i in range(slots)),
         "fence.proxy.async.shared::cta;",
         "READY:",
-        *fetch_x(),  # before the weights, which the memory has enough to do with, and before all but one slot of them
+        *fetch_x(),  # asked for before the weights, which the memory has enough to do with
         *begin(0),
         f"mov.b32 factor, {'0xC180C180' if offsets else '0xC1C0C1C0'};",  # bfloat16 -16, -24
         "and.b32 at, lane, 3;",
@@ -364,7 +366,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         "mad.lo.u32 sums, at, 16, sums;",
         "bar.warp.sync -1;",
         *place_x(),
-        *(line for index in range(1, SLOTS) for line in begin(index)),
+        *(line for index in range(1, SLOTS) for line in begin(index)),  # what would keep x waiting
         f"add.s32 left, left, {-SLOTS};",
         f"add.u32 free, slot, {SLOTS * slot};",
         f"add.u32 free_bar, bar, {SLOTS * 8};",
@@ -375,7 +377,7 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
     if by_product:  # offsets of a thread's two columns of a slot's step: of one group
         lines += ["mov.u32 triples, sum_triples;", "mad.lo.u32 triples, lane, 4, triples;"]
         lines += [f"and.b32 t, lane, {2 * (per_half - 1)};", f"mad.lo.u32 t, t, {TILE}, {places['offsets']};"]
-        lines += ["add.u32 twice_place, t, offsets_place;"]
+        lines += ["add.u32 offset_pairs, t, offsets_place;"]
     lines += [
         *load_x(0),
         "TURN:",

@@ -77,18 +77,20 @@ def test_large_weights_lie_together():
     large = [(43008, 5376), (16384, 5376), (18432, 5376), (135168, 1024), (32768, 8192), (8192, 5376)]
     assert all(program_tiles(n, k, group) == 16 for n, k in large for group in (32, 64, 128))
     assert all(program_tiles(5376, k, 32) == 14 for k in (8192, 16384, 21504))
-    assert program_tiles(26624, 5376, 32) == 13 and program_tiles(49152, 1024, 32) == 12
+    tiles = {(26624, 5376): 13, (49152, 1024): 12, (6144, 4096): 12, (30720, 3840): 15, (12288, 4096): 16}
+    assert {shape: program_tiles(*shape, 32) for shape in tiles} == tiles
     small = [(43008, 5384, 32), (43072, 5376, 32), (43009, 5376, 32), (43008, 5376, 256), (136192, 1024, 32)]
     small += [(135168, 5376, 32), (262144, 640, 32), (4096, 4096, 32)]
-    small += [(69632, 1024, 32), (16384, 128, 32)]  # much of the card would be idle
+    small += [(69632, 1024, 32), (16384, 128, 32), (4608, 4096, 32)]  # much of the card would be idle
+    small += [(5120, 5120, 32), (16384, 896, 32)]  # too many splits, of one step
     assert all(program_tiles(*shape) == 1 for shape in small), [program_tiles(*shape) for shape in small]
 
 
 def test_what_lies_together_is_multiplied_on_cpu():
-    qweight, scales, _ = random_weight(16384, 896, 128)
-    words, packed = pack_fragments(qweight, 896, 128), pack_scales(scales, 896, 128)
+    qweight, scales, _ = random_weight(16384, 1792, 128)
+    words, packed = pack_fragments(qweight, 1792, 128), pack_scales(scales, 1792, 128)
     assert not torch.equal(words, fragment_linear.lay_apart(words, 16, 64))
-    x = torch.randn(2, 896, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(2, 1792, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert torch.equal(
         fragment_int4_linear(x, words, packed, None, 128, 16384), int4_linear(x, qweight, scales, None, 128)
     )

@@ -57,6 +57,11 @@ def test_sixteen_warps_fit_a_multiprocessor(case, tmp_path):
     assert facts["ptx"].count("cp.async.bulk.shared::cluster") == 4 * (3 if offsets else 2)
     after = facts["ptx"].split("bra TURN")[1]
     assert ".shared" in after.split("st.global")[0] and ".shared" not in after.split("st.global", 1)[1], "Triton's own"
+    copies = re.findall(r"cp\.async\.bulk.*?cache_hint", facts["ptx"])
+    assert (
+        len(copies) == 4 * (3 if offsets else 2) and "evict_first" in facts["ptx"] and "evict_last" not in facts["ptx"]
+    )
+    assert facts["ptx"].count("mma.sync.aligned.m16n8k8.") == (2 * 4 * rows // 8 if offsets == "bf16" else 0)
     sums = 4 * rows // 8 * 2  # of x, for the first step
     assert facts["ptx"].count("mma.sync.aligned.m16n8k16") == 2 * 16 * rows // 8 + sums
     assert resource_usage(bytes.fromhex(facts["cubin"]), tmp_path / "kernel.cubin") <= 128
@@ -91,6 +96,18 @@ def test_scales_and_offsets_have_types_of_their_own():
     assert "add.s64 scales, scales, 8192;" in code and "add.s64 offsets, offsets, 4096;" in code
     assert "mul.lo.u32 scales_place, t, 32;" in code and "mul.lo.u32 offsets_place, t, 16;" in code
     assert "cvt.f32.f16 f0, h0;" in code and "mov.b32 f0, s0;" in code
+
+
+@pytest.mark.parametrize(("rows", "refilled"), [(8, "[slot], [words]"), (16, "mov.u32 free, slot;")])
+def test_all_threads_have_read_a_slot_that_is_filled_again(rows, refilled):
+    """What no run shows where threads of a warp go on together, and the order of memory as the copy engine sees it."""
+    code = mma_linear.assembly(rows, 128, "bf16", None, 4)
+    for half in (0, 1):
+        turn = code.split(f"bra WAIT{half};")[1]
+        read, after = turn.split("bar.warp.sync -1;", 1)
+        assert read.count("mma.sync") == 16 * rows // 8 and "mma.sync" not in after.split(refilled)[0]
+        assert refilled not in read and refilled in after
+    assert code.index("mbarrier.init") < code.index("fence.proxy.async.shared::cta;") < code.index("cp.async.bulk")
 
 
 def test_what_has_no_assembly():

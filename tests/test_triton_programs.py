@@ -88,12 +88,12 @@ def test_int4():
 
 def test_int4_of_a_large_weight():
     """Its assembly goes into a program as it is, and nothing that it reads is copied."""
-    x = torch.zeros(5, 896, dtype=torch.bfloat16)
-    module = Call(eyas.fragment_int4_linear, 32, 16384, 8, **int4_constants(16384, 896))
+    x = torch.zeros(5, 1792, dtype=torch.bfloat16)
+    module = Call(eyas.fragment_int4_linear, 32, 16384, 8, **int4_constants(16384, 1792))
     (product,) = launches(module, (x,), ({0: ROWS},))
     assert product["tensors_to_clone"] == ["out_ptr"] and product["grid"][0] == (16, 7, 1)
     fixed = kernel_side_table.get_constant_args(product["constant_args_idx"]) | product["kwargs"]
-    assert fixed["ROWS"] == 8 and fixed["ASSEMBLY"] == mma_linear.assembly(8, 32, "bf16", "bf16", 1)
+    assert fixed["ROWS"] == 8 and fixed["ASSEMBLY"] == mma_linear.assembly(8, 32, "bf16", "bf16", 2)
 
 
 def test_int8():

@@ -67,11 +67,13 @@ REAL += [
 ]
 LARGE = [  # by the kernel of mma_linear: groups and dtypes of scales, a last split that is shorter, one split, warps
     # without a tile
-    *((16384, 896, group, True, dtype, 9) for group in (32, 64, 128) for dtype in fragment_linear.SCALE_DTYPES),
+    *((16384, 1792, group, True, dtype, 9) for group in (32, 64, 128) for dtype in fragment_linear.SCALE_DTYPES),
     *((18432, 5376, group, False, torch.bfloat16, rows) for group in (32, 64, 128) for rows in (1, 8, 16)),
     (135168, 1024, 64, True, torch.float16, 3),
     (26624, 5376, 128, True, torch.bfloat16, 16),
     (32768, 8192, 32, False, torch.bfloat16, 8),
+    (6144, 4096, 64, True, torch.bfloat16, 16),
+    (30720, 3840, 32, True, torch.bfloat16, 5),
     *(
         (5376, k, group, True, dtype, 16)
         for k in (8192, 21504)
@@ -140,7 +142,7 @@ def test_large_weights_have_a_kernel_of_their_own(monkeypatch):
 @pytest.mark.parametrize("group", [32, 128])
 def test_scales_and_offsets_of_two_dtypes(group):
     """Offsets in bfloat16 are multiplied by the tensor core, others are not: their sums differ in the last bits."""
-    w, x = weight(16384, 896, group, offsets=True, dtype=torch.bfloat16), randn(5, 896)
+    w, x = weight(16384, 1792, group, offsets=True, dtype=torch.bfloat16), randn(5, 1792)
     words, scales, offsets, *facts = w.operands
     both = [fragment_linear.launch_splits(x, words, scales, o, *facts) for o in (offsets, offsets.float())]
     assert torch.equal(fragment_linear.launch_splits(x, words, scales.float(), offsets, *facts), both[0])
@@ -150,8 +152,8 @@ def test_scales_and_offsets_of_two_dtypes(group):
 
 @gpu
 def test_a_row_that_16_bytes_cannot_be_loaded_from():
-    w, x = weight(16384, 896, 128), randn(5, 897).flatten()
-    odd = x[5:].view(5, 896)
+    w, x = weight(16384, 1792, 128), randn(5, 1793).flatten()
+    odd = x[5:].view(5, 1792)
     assert torch.equal(launch_linear(odd, *w.operands), launch_linear(odd.clone(), *w.operands))
 
 
@@ -209,7 +211,7 @@ def test_a_row_has_the_bits_that_it_has_alone():
 
 
 @gpu
-@pytest.mark.parametrize(("n", "k"), [(1024, 640), (16384, 896)])
+@pytest.mark.parametrize(("n", "k"), [(1024, 640), (16384, 1792)])
 def test_a_hundred_thousand_rows(n, k):
     """In calls of 16 and of 7, by both kernels."""
     w = weight(n, k, 32, offsets=True)
@@ -276,7 +278,7 @@ def test_a_program_embeds_the_kernels(tmp_path):
         def forward(self, x):
             return torch.ops.eyas.fragment_int4_linear(x, self.words, self.scales, self.offsets, *self.facts) * 2
 
-    for n, k in ((1024, 640), (16384, 896)):
+    for n, k in ((1024, 640), (16384, 1792)):
         w = weight(n, k, 32, offsets=True)
         layer = Layer(w.operands)
         rows = torch.export.Dim("rows", min=1, max=16)

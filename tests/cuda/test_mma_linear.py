@@ -83,6 +83,20 @@ def test_a_row_has_the_bits_that_it_has_alone(offsets, layout):
         assert torch.equal(sums(x[row : row + 1], w, 8), among[:, row : row + 1])
 
 
+def test_warps_without_a_tile_store_nothing(layout):
+    """Of two programs, only the first is run."""
+    layout(3, 1)
+    w, x = large(3, 2, 256, 32, torch.bfloat16, None), randn(5, 256)
+    words, scales, _, group, n = w.operands
+    out = torch.full((1, 5, n), float("nan"))
+    with assembly_runs(x, words, scales, dynamic=mma_linear.SHARED_BYTES):
+        mma_linear.mma_kernel[(1, 1)](
+            x, words, scales, scales, out, 5, N=n, K=256, GROUP=group, ROWS=8, TILES=3, SPLITS=1,
+            ASSEMBLY=mma_linear.assembly(8, group, "bf16", None, 2, 3), CONSTRAINTS=mma_linear.constraints(8),
+        )  # fmt: skip
+    assert out[:, :, : n // 2].isfinite().all() and out[:, :, n // 2 :].isnan().all()
+
+
 def test_offsets_times_large_and_small_sums(layout):
     """Three bfloat16 hold a float32 sum: as exact as products in float32."""
     layout(2, 1)
