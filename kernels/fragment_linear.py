@@ -59,10 +59,10 @@ def supports(group_size: int, dtype: torch.dtype, rows: int) -> str | None:
 
 def exact_dtype(*tensors: Tensor) -> torch.dtype:
     """The narrowest of ``SCALE_DTYPES`` that holds every number of the float32 ``tensors`` as it is."""
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in SCALE_DTYPES:  # the last one holds all
         if all(torch.equal(tensor.to(dtype).float(), tensor) for tensor in tensors):
-            return dtype
-    return torch.float32
+            break
+    return dtype
 
 
 def unit_columns(group_size: int) -> int:

@@ -27,7 +27,7 @@ WARP = 32
 DYNAMIC = 1024  # where ``global_smem`` is; nothing is below
 SHARED_BYTES = 227 << 10
 TYPES = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "f32": np.uint32, "b64": np.uint64}
-ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.fmax,
+ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.fmax,
               "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": np.left_shift,
               "shr": np.right_shift}  # fmt: skip
 NUMPY = {"fp32": np.float32, "int32": np.int32}
@@ -95,15 +95,18 @@ class Program:
         else:
             guard, name, operands = re.match(r"(@!?\w+)?\s*([\w.:]+)\s*(.*)", statement, re.S).groups()
             parts = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", operands)
-            self.instructions.append(Instruction(guard, name.split(".")[0], name, parts))
+            self.instructions.append(Instruction(guard, name, parts))
 
 
 @dataclass
 class Instruction:
     guard: str | None
-    op: str
     name: str
     operands: list[str]
+
+    @property
+    def op(self) -> str:
+        return self.name.split(".")[0]
 
 
 class Block:

@@ -15,7 +15,7 @@ from triton.runtime.errors import InterpreterError
 from eyas.kernels import wgmma_sdpa
 
 SCALE = 0.05
-SHARED_BYTES = (64 + 128) * 512 * 2  # of operands of the product that allocates them
+SHARED_BYTES = wgmma_sdpa.QUERY_BYTES + 2 * wgmma_sdpa.TURN_BYTES
 
 
 def problem(heads: int, kv_heads: int, rows: int, last: int, size: int) -> tuple[Tensor, ...]:
