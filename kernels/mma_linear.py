@@ -246,13 +246,16 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
                 lines += [f"@p ld.global.nc.v4.b32 {vector(numbers('y', c, part))}, [from + {64 * c}];"]
         return lines
 
-    def place_triples(part: int, index: int, sums: list[str]) -> list[str]:
+    def place_triples(sums: list[str]) -> list[str]:
         """Two rows' sums of x of a group where ``multiply_offsets`` reads them: exactly, down to 2**-110, where the
         last of three bfloat16 gets too small.
         """
-        lines = []
-        for i, number in enumerate(sums):
-            place = index // per_half * triples + 128 * part + 16 * i + 8 * (index % per_half)
+        lines = ["mov.b16 zero, 0;", "mov.u32 into, sum_triples;", f"mad.lo.u32 into, warp, {2 * triples}, into;"]
+        lines += ["and.b32 t, lane, 3;", "mad.lo.u32 into, t, 32, into;", "mov.u32 i, quad;"]
+        for count, entries in ((parts, 128), (per_half, 8), (2, triples)):  # the quad's fragment, group and half
+            lines += [f"and.b32 t, i, {count - 1};", f"mad.lo.u32 into, t, {entries}, into;"]
+            lines += [f"shr.u32 i, i, {count.bit_length() - 1};"]
+        for place, number in zip((0, 16), sums, strict=True):
             lines += [f"mul.f32 f0, {number}, 0fBD800000;"]  # times -1/16
             for digits in ("h0", "h1", "h2"):
                 lines += [f"cvt.rn.bf16.f32 {digits}, f0;", f"mov.b32 t, {{zero, {digits}}};"]
@@ -263,29 +266,33 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         return lines
 
     def place_x() -> list[str]:
-        """Into shared memory, with the sums of its groups, which are products with one number."""
+        """Into shared memory, with the sums of its groups, which are products with one number. Each quad of lanes gets
+        all of them, and keeps those of one group and fragment.
+        """
+        kept = step_groups * parts
         lines = [
             "setp.lt.s32 known, warp, turns;",
-            "setp.lt.and.s32 p, warp, turns, in_quad;",
             f"mad.lo.u32 at, warp, {4 * chunk * parts}, x;",
-            f"mad.lo.u32 to, warp, {step_groups * group_sums}, sums;",
+            "mov.u32 to, group_sums;",
+            f"mad.lo.u32 to, warp, {step_groups * group_sums}, to;",
+            "add.u32 to, to, lane_bytes;",
         ]
-        if by_product:  # by the lane of a row and the one after it
-            lines += ["mov.b16 zero, 0;", "mov.u32 into, sum_triples;", "mad.lo.u32 into, lane, 32, into;"]
-            lines += [f"mad.lo.u32 into, warp, {2 * triples}, into;"]
-        d = numbers("d", 0)
         for part in range(parts):
             for c in range(4):
                 loaded = vector(numbers("y", c, part))
                 lines += [f"@known st.shared.v4.b32 [at + {chunk * (c * parts + part)}], {loaded};"]
-            for g in range(step_groups):
-                lines += [f"mov.f32 {number}, 0f00000000;" for number in d]
+        lines += [f"mov.f32 d{i}, 0f00000000;" for i in range(4 * kept)]
+        for g in range(step_groups):
+            for part in range(parts):
+                d = numbers("d", g, part)
                 for c in range(g * group // 32, (g + 1) * group // 32):
                     loaded = numbers("y", c, part)
                     lines += [mma(d, ["factor"] * 4, loaded[2 * s : 2 * s + 2], d) for s in range(2)]
-                lines += [f"@p st.shared.v4.f32 [to + {g * group_sums + 64 * part}], {vector(d)};"]
-                lines += place_triples(part, g, d[:2]) if by_product else []
-        return lines
+        for other in range(1, kept):
+            lines += [f"setp.eq.u32 p, quad, {other};"]
+            lines += [f"selp.f32 d{i}, d{4 * other + i}, d{i}, p;" for i in range(2)]
+        lines += [f"setp.lt.and.u32 p, quad, {kept}, known;", "@p st.shared.v4.f32 [to], {d0, d1, d0, d1};"]
+        return lines + (place_triples(["d0", "d1"]) if by_product else [])
 
     def turned_sums() -> list[str]:
         """The tile's sums through the warp's slots, so that a row's outputs follow one another in a warp."""
@@ -323,11 +330,11 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         f".shared .align 8 .b8 full[{WARPS * slots * 8}];",
         f".shared .align 16 .b8 group_sums[{steps * step_groups * group_sums}];",
         *([f".shared .align 16 .b8 sum_triples[{steps * 2 * triples}];"] if by_product else []),
-        ".reg .pred p, known, first_lane, in_quad, idle;",
+        ".reg .pred p, known, first_lane, idle;",
         f".reg .f32 acc<{2 * rows}>, d<{2 * rows}>, c<{4 * parts}>, f<8>;",
         f".reg .b32 a<4>, b<{8 * parts}>, w<16>, y<{16 * parts}>, s<8>, o<8>, e<2>, t, i, at, to, into, factor;",
         ".reg .b32 thread, turns, warp, lane, lane_bytes, slot, slots, bar, bars, bars_end, phase, left, x, sums;",
-        ".reg .b32 free, free_bar, triples, my_scales, my_offsets, scales_place, offsets_place, offset_pairs;",
+        ".reg .b32 quad, free, free_bar, triples, my_scales, my_offsets, scales_place, offsets_place, offset_pairs;",
         ".reg .b16 h<3>, zero;",
         ".reg .b64 once, words, scales, offsets, x0, x1, from;",
         *(f"mov.{types[kind]} {name}, ${2 * rows + i};" for i, (name, kind) in enumerate(INPUTS.items())),
@@ -337,11 +344,10 @@ def assembly(rows: int, group_size: int, scales: str, offsets: str | None, steps
         *(f"shfl.sync.idx.b32 {name}, {name}, 0, 31, -1;" for name in ("warp", "turns")),
         *(line for name in ("words", *kinds) for line in one_address(name)),
         "setp.eq.u32 first_lane, lane, 0;",
-        "setp.lt.u32 in_quad, lane, 4;",
         f"setp.ge.u32 idle, warp, {tiles};",
         "shl.b32 lane_bytes, lane, 4;",
-        "shr.u32 t, lane, 2;",
-        *(f"mul.lo.u32 {kind}_place, t, {8 * SCALES[dtype]};" for kind, dtype in kinds.items()),
+        "shr.u32 quad, lane, 2;",
+        *(f"mul.lo.u32 {kind}_place, quad, {8 * SCALES[dtype]};" for kind, dtype in kinds.items()),
         "mov.u32 x, global_smem;",
         f"add.u32 slots, x, {x_bytes};",
         f"mad.lo.u32 slots, warp, {slots * slot}, slots;",

@@ -131,7 +131,7 @@ def test_what_is_not_finite_stays_in_its_row(layout):
         ("add.s64 words, words, 4096;", "add.s64 words, words, 8192;", "are of no operand"),
         ("setp.le.s32 p, left, 0;", "setp.le.s32 p, left, -1;", "are of no operand"),
         ("add.u32 slots, x, 8704;", "add.u32 slots, x, 188416;", "are not of the program's shared memory"),
-        ("st.shared.v2.b32 [into + 8]", "st.shared.v2.b32 [into + 4]", "are not aligned"),
+        ("st.shared.v2.b32 [into + 16]", "st.shared.v2.b32 [into + 20]", "are not aligned"),
     ],
     ids=str,
 )
