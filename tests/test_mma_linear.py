@@ -94,7 +94,7 @@ def test_scales_and_offsets_have_types_of_their_own():
     """As they are packed: each in the narrowest that loses nothing."""
     code = mma_linear.assembly(8, 32, "fp32", "fp16", 4)
     assert "add.s64 scales, scales, 8192;" in code and "add.s64 offsets, offsets, 4096;" in code
-    assert "mul.lo.u32 scales_place, t, 32;" in code and "mul.lo.u32 offsets_place, t, 16;" in code
+    assert "mul.lo.u32 scales_place, quad, 32;" in code and "mul.lo.u32 offsets_place, quad, 16;" in code
     assert "cvt.f32.f16 f0, h0;" in code and "mov.b32 f0, s0;" in code
 
 
